@@ -1,0 +1,231 @@
+"""Simulator calibration: supervised fine-tuning on human dialogues, and a report card that says what it changed.
+
+The first half of Calibrated Interactive RL. A prompted simulator does not behave like people; a policy trained against it
+learns to exploit the difference. So the simulator is first fine-tuned on human dialogues, with the loss on the user's
+tokens alone: the assistant's are context. `report_card` then puts naive and calibrated simulator beside the human, on
+dialogues that neither has seen.
+
+Paper: section on simulator alignment (arXiv 2605.26403); the loss is `sft`, which also warm-starts the policy.
+
+Run `python align_sim.py` to calibrate the embedded simulator (about 3 minutes), or
+`python align_sim.py --human-logs chats.jsonl --simulator DIR --out DIR` for logs and a simulator of your own.
+"""
+
+import argparse
+import math
+import random
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from chat import Chat, load_chat, save_chat, tiny_chat
+from model import ModelConfig, Transformer, load_model, save_model, token_logprobs
+from sampling import Engine, draw_key
+from simulator import (LEAVE, SUM, asked_fact, human, numbers, objection, overhelpful, revealed_facts, simulator_messages,
+                       split_leave, states, words, write_logs)
+from tasks import Problem, generate_problems, read_jsonl, split_sentences
+
+Example = tuple[list[int], list[int]]           # ids and mask of a dialogue, as `Chat.render` returns them
+
+
+def sft(model: Transformer, examples: list[Example], *, steps: int, batch: int, lr: float, seed: int, micro_batch: int = 16,
+        title: str = "sft") -> list[float]:
+    """Fine-tune on the masked tokens and return the loss of every step, in nats a token.
+
+    One normaliser a step, its number of masked tokens, so the split into length-sorted micro-batches, which spares
+    padding, does not change the gradient. The learning rate warms up over 20 steps and decays to a tenth by a cosine.
+
+    Raises: FloatingPointError if the loss is not finite.
+    """
+    room = model.config.max_position_embeddings
+    examples = [(ids[:room], mask[:room]) for ids, mask in examples if any(mask[:room])]
+    optimiser = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.01)
+    rng, order, losses = random.Random(seed), [], []
+    for step in tqdm(range(steps), desc=title, disable=None, leave=False):
+        while len(order) < batch:
+            order += rng.sample(range(len(examples)), len(examples))
+        rows, order = order[:batch], order[batch:]
+        rows.sort(key=lambda row: len(examples[row][0]))
+        optimiser.param_groups[0]["lr"] = lr * min((step + 1) / 20, 0.55 + 0.45 * math.cos(math.pi * step / steps))
+        optimiser.zero_grad(set_to_none=True)
+        normaliser, total = sum(sum(examples[row][1]) for row in rows), 0.0
+        for i in range(0, batch, micro_batch):
+            tokens, mask = pad_examples([examples[row] for row in rows[i:i + micro_batch]], model.device)
+            loss = -token_logprobs(model, tokens, mask).sum() / normaliser
+            loss.backward()
+            total += float(loss.detach())
+        if not math.isfinite(total):
+            raise FloatingPointError(f"{title}: the loss is {total} at step {step + 1}")
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
+        losses.append(total)
+    return losses
+
+
+def pad_examples(examples: list[Example], device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ids and mask, (B, T) each, padded on the right."""
+    T = max(len(ids) for ids, _ in examples)
+    tokens = torch.tensor([ids + [0] * (T - len(ids)) for ids, _ in examples], device=device)
+    return tokens, torch.tensor([mask + [0] * (T - len(mask)) for _, mask in examples], device=device).bool()
+
+
+def read_logs(path: str) -> list[dict]:
+    """Read dialogues, a line each: {"messages": [{"role", "content"}, ...]} and optionally "goal", what the user wanted.
+
+    Raises: ValueError naming the file and the line.
+    """
+    logs = []
+    for line, row in read_jsonl(path):
+        where = f"{path}, line {line}"
+        messages = row.get("messages") if isinstance(row, dict) else None
+        if not isinstance(messages, list) or not messages:
+            raise ValueError(f"{where}: expected an object with a list 'messages'")
+        if not isinstance(row.get("goal", ""), str):
+            raise ValueError(f"{where}: 'goal' must be a text, got {row['goal']!r}")
+        for i, message in enumerate(messages):
+            role = ("user", "assistant")[i % 2]
+            if not isinstance(message, dict) or message.get("role") != role:
+                raise ValueError(f"{where}: message {i + 1} must be the {role}'s: the two take turns, the user first")
+            if not isinstance(message.get("content"), str) or not message["content"].strip():
+                raise ValueError(f"{where}: message {i + 1} must have a text that is not empty as 'content'")
+        logs.append(row)
+    return logs
+
+
+def calibrate(simulator: Transformer, chat: Chat, logs: list[dict], *, steps: int, batch: int, lr: float, seed: int) -> list[float]:
+    """Fine-tune a simulator in place on what people said in `logs`; return the losses."""
+    examples = [chat.render(simulator_messages(log)) for log in logs]
+    return sft(simulator, examples, steps=steps, batch=batch, lr=lr, seed=seed, title="calibration")
+
+
+# Report card -----------------------------------------------------------------------------------------------------------
+
+def style_measures(goal: Problem | None, context: list[dict], reply: str) -> dict[str, tuple[float, float]]:
+    """Return (count, out of) of every measure for one user reply in a context; a measure that does not apply is left out."""
+    said = context[-1]["content"] if context else ""
+    text, left = split_leave(reply)
+    earlier = {m["content"].lower() for m in context if m["role"] == "user"}
+    found = {"three words or fewer": (len(reply.split()) <= 3, 1),
+             "asks something": ("?" in reply, 1),
+             "thanks": ("thank" in reply.lower(), 1),
+             "leaves": (left is not None, 1),
+             "repeats itself": (reply.lower() in earlier, 1),
+             "speaks as the assistant": ("####" in reply or SUM.search(reply) is not None, 1)}
+    if goal is None:
+        return found
+    revealed = revealed_facts(goal, context)
+    now = revealed_facts(goal, [*context, {"role": "user", "content": text}])
+    found["facts revealed a reply"] = (len(now - revealed), 1)
+    right, stated = stated_facts(goal, said, revealed, text)
+    if stated:
+        found["facts stated right"] = (right, stated)
+    if context and objection(goal, said):
+        agrees = re.search(r"\b(yes|right|ok|correct)\b", text.lower()) and not re.search(r"\b(no|not|isn't|wrong)\b", text.lower())
+        found["agrees with a wrong sum or fact"] = (bool(agrees), 1)
+    return found
+
+
+def stated_facts(goal: Problem, said: str, revealed: set[int], text: str) -> tuple[int, int]:
+    """Return how many facts a reply states right and how many it states: in whole sentences or as a bare number."""
+    sentences = [s for s in split_sentences(text) if numbers(s)]
+    pairs = [(s, fact) for s in sentences for fact in goal.facts if words(fact) <= words(s)]
+    asked = asked_fact(goal, said, revealed)
+    if not pairs and sentences and asked is not None and numbers(goal.facts[asked]) and not objection(goal, said):
+        return int(numbers(text)[-1] in numbers(goal.facts[asked])), 1             # a slip put right counts as right
+    return sum(states(fact, s) for s, fact in pairs), len(pairs)
+
+
+def sampled_replies(simulator: Transformer, chat: Chat, logs: list[dict], places: list[tuple[int, int]], seed: int,
+                    max_new_tokens: int, batch: int = 256) -> list[str]:
+    """Return what a simulator says at message `m` of log `l` instead of the human, for every (l, m) in `places`."""
+    replies = []
+    for i in range(0, len(places), batch):
+        part = places[i:i + batch]
+        openings = [chat.render(simulator_messages({**logs[l], "messages": logs[l]["messages"][:m]}))[0] for l, m in part]
+        engine = Engine(simulator, chat, openings, [draw_key(seed, "report card", l, m) for l, m in part], max_new_tokens)
+        fits = [row for row in range(len(part)) if engine.has_room(row)]
+        engine.keep(fits)
+        said = dict(zip(fits, engine.reply())) if fits else {}
+        replies += [chat.text(said.get(row, [])) for row in range(len(part))]
+    return replies
+
+
+@torch.no_grad()
+def turn_nll(simulator: Transformer, chat: Chat, logs: list[dict], batch: int = 32) -> list[tuple[float, float]]:
+    """Return for every log the negative log-likelihood of its human tokens, in nats, and their number."""
+    room, values = simulator.config.max_position_embeddings, []
+    for i in range(0, len(logs), batch):
+        examples = [chat.render(simulator_messages(log)) for log in logs[i:i + batch]]
+        tokens, mask = pad_examples([(ids[:room], m[:room]) for ids, m in examples], simulator.device)
+        nll = -token_logprobs(simulator, tokens, mask).sum(1)
+        values += zip(nll.tolist(), mask.sum(1).tolist())
+    return values
+
+
+def script_nll(script: Callable, problem: Problem, log: dict, chat: Chat) -> tuple[float, float]:
+    """Return the same of the script that wrote the log: the floor that no simulator can go below on average."""
+    nll = tokens = 0.0
+    for m in range(0, len(log["messages"]), 2):
+        text = log["messages"][m]["content"]
+        nll -= math.log(dict(script(problem, log["messages"][:m]))[text])
+        tokens += len(chat.encode(text)) + 1
+    return nll, tokens
+
+
+def report_card(logs: list[dict], simulators: dict[str, Transformer], chat: Chat, *, seed: int, max_new_tokens: int,
+                script: Callable | None = None) -> dict[str, dict[str, list[float]]]:
+    """Compare simulators with the human of held-out logs; `script` is who wrote them, if it was one.
+
+    Every speaker replies in the same contexts: before each of the human's messages. Return
+    {measure: {speaker: [value, low, high]}} with 95 % bootstrap intervals over dialogues.
+    """
+    goals = [Problem(i, log["goal"], tuple(split_sentences(log["goal"])[:-1]), split_sentences(log["goal"])[-1], "", "")
+             if log.get("goal") else None for i, log in enumerate(logs)]
+    places = [(l, m) for l, log in enumerate(logs) for m in range(0, len(log["messages"]), 2)]
+    replies = {"human": [logs[l]["messages"][m]["content"] for l, m in places]}
+    nll = {}
+    if script:
+        nll["human"] = [script_nll(script, goal, log, chat) for goal, log in zip(goals, logs)]
+    for name, simulator in simulators.items():
+        replies[name] = sampled_replies(simulator, chat, logs, places, seed, max_new_tokens)
+        nll[name] = turn_nll(simulator, chat, logs)
+    card = {"NLL of the human's words (nats a token)": {name: bootstrap(values, seed) for name, values in nll.items()}}
+    for name, texts in replies.items():
+        counts = {}
+        for (l, m), text in zip(places, texts):
+            for measure, (count, out_of) in style_measures(goals[l], logs[l]["messages"][:m], text).items():
+                by_log = counts.setdefault(measure, np.zeros((len(logs), 2)))
+                by_log[l] += count, out_of
+        for measure, by_log in counts.items():
+            card.setdefault(measure, {})[name] = bootstrap(by_log, seed)
+    return card
+
+
+def bootstrap(counts, seed: int, draws: int = 1000) -> list[float]:
+    """Return sum of counts over sum of totals for (dialogues, 2) pairs, with its 95 % interval over resampled dialogues."""
+    counts = np.asarray(counts, dtype=float)
+    rows = np.random.default_rng(seed).integers(len(counts), size=(draws, len(counts)))
+    sums = counts[rows].sum(1)
+    ratios = sums[:, 0] / np.maximum(sums[:, 1], 1e-12)
+    return [round(float(v), 4) for v in (counts[:, 0].sum() / counts[:, 1].sum(), *np.percentile(ratios, [2.5, 97.5]))]
+
+
+def print_report_card(card: dict) -> None:
+    speakers = ("human", "naive", "calibrated")
+    print(f"{'report card':40s}" + "".join(f"{speaker:>22s}" for speaker in speakers))
+    for measure, row in card.items():
+        cells = [f"{row[s][0]:.2f} [{row[s][1]:.2f}, {row[s][2]:.2f}]" if s in row else "-" for s in speakers]
+        print(f"{measure:40s}" + "".join(f"{cell:>22s}" for cell in cells))
+
+
+def main() -> None:
+    pass
+
+
+if __name__ == "__main__":
+    main()

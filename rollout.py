@@ -1,0 +1,149 @@
+"""Multi-turn dialogues in a batch: the policy talks with a user until something ends it.
+
+The user speaks first. A turn is an assistant message and the user's answer to it; the horizon H counts assistant turns.
+A dialogue ends when the policy gives an answer marker, when the user leaves, after H turns, or when a context is full.
+Policy and simulator keep their own KV caches over the turns, and finished dialogues leave the batch.
+
+Run `python rollout.py` to read dialogues of the scripted human with the logging assistant; `--policy DIR` for those of a
+policy, `--user naive|calibrated --simulator DIR` against a language model, `--user me` to talk to the policy yourself.
+
+Shapes: B dialogues, T tokens.
+"""
+
+import argparse
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from chat import Chat, load_chat
+from model import Transformer, load_model
+from sampling import Engine, draw_key
+from simulator import KeyboardUser, ModelUser, ScriptedUser, human, write_logs
+from tasks import Problem, generate_problems, marked_answer, read_problems, reward
+
+
+@dataclass
+class Trajectory:
+    """A finished dialogue, token by token as the policy read and sampled it."""
+    problem: Problem
+    tokens: list[int]           # (T,) the policy's buffer
+    action_mask: list[int]      # (T,) 1 where the policy sampled the token, end-of-turn included
+    logprobs: list[float]       # (T,) log-probability of every action when it was sampled, else 0
+    messages: list[dict]        # the same dialogue as text
+    reward: float               # of the finished dialogue
+    ended: str                  # answer, left, horizon or truncated (a context was full)
+    turns: int                  # assistant messages sampled
+    cut: int                    # replies that the length limit cut
+
+
+def rollout(policy: Transformer, chat: Chat, user, problems: list[Problem], keys: list[tuple], *, horizon: int,
+            max_new_tokens: int, temperature: float = 1.0, contexts: list[list[dict]] | None = None) -> list[Trajectory]:
+    """Let the policy finish one dialogue a problem and return them in the same order.
+
+    `keys[b]` names dialogue b's random draws: the same key and logits give the same dialogue, whatever the batch. With
+    `contexts` every dialogue continues logged messages, whose tokens are no actions, instead of a user's opening.
+    """
+    B = len(problems)
+    assert len(keys) == B, f"{B} problems need {B} keys, got {len(keys)}"
+    ended, turns, cut = [None] * B, [0] * B, [0] * B
+    dialogues = [list(context) for context in contexts] if contexts else [[] for _ in range(B)]
+
+    def let_user_speak(rows: list[int]) -> None:
+        for row, (text, outcome) in zip(rows, user.reply(rows, dialogues)):
+            ended[row] = outcome
+            if text or outcome is None:
+                dialogues[row].append({"role": "user", "content": text})
+
+    user.begin(problems, [draw_key(*key, "user") for key in keys])
+    if not contexts:
+        let_user_speak(list(range(B)))
+    openings = [chat.render(dialogue)[0] for dialogue in dialogues]
+    engine = Engine(policy, chat, openings, [draw_key(*key, "policy") for key in keys], max_new_tokens, temperature)
+
+    for turn in range(1, horizon + 1):
+        for row in range(B):
+            if ended[row] is None and not engine.has_room(row):
+                ended[row] = "truncated"
+        live = [row for row in range(B) if ended[row] is None]
+        if not live:
+            break
+        engine.keep(live)
+        for row, ids in zip(live, engine.reply()):
+            text = chat.text(ids)
+            dialogues[row].append({"role": "assistant", "content": text})
+            turns[row] = turn
+            cut[row] += ids[-1] not in chat.stop_ids
+            if marked_answer(text) is not None:
+                ended[row] = "answer"
+            elif turn == horizon:
+                ended[row] = "horizon"
+        live = [row for row in live if ended[row] is None]
+        let_user_speak(live)
+        for row in live:
+            if ended[row] is None:
+                engine.feed(row, chat.extend(engine.tokens[row][-1], dialogues[row][-1]["content"]))
+
+    last_replies = [next((m["content"] for m in reversed(d) if m["role"] == "assistant"), "") for d in dialogues]
+    return [Trajectory(problems[row], engine.tokens[row], engine.action_mask[row], engine.logprobs[row], dialogues[row],
+                       reward(problems[row], last_replies[row]) if ended[row] == "answer" else 0.0,
+                       ended[row], turns[row], cut[row]) for row in range(B)]
+
+
+def pad(trajectories: list[Trajectory], device=None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return tokens, action mask and recorded log-probabilities, each (B, T) and padded on the right with zeros."""
+    T = max(len(t.tokens) for t in trajectories)
+    rows = [[list(values) + [0] * (T - len(values)) for values in (t.tokens, t.action_mask, t.logprobs)] for t in trajectories]
+    tokens, action_mask, logprobs = zip(*rows)
+    return (torch.tensor(tokens, device=device), torch.tensor(action_mask, device=device).bool(),
+            torch.tensor(logprobs, device=device))
+
+
+def show(trajectory: Trajectory) -> None:
+    """Print a dialogue with its problem and outcome."""
+    print(f"\n[{trajectory.problem.goal}]")
+    for message in trajectory.messages:
+        print(f"{message['role']:>9}: {message['content']}")
+    print(f"{'':9}  ended: {trajectory.ended}, reward {trajectory.reward:.0f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Read dialogues, or talk to a policy.", allow_abbrev=False)
+    parser.add_argument("--policy", help="folder of a saved policy; without one, the logging assistant talks")
+    parser.add_argument("--user", choices=("scripted", "naive", "calibrated", "me"), default="scripted")
+    parser.add_argument("--simulator", help="folder of the simulator for --user naive or calibrated "
+                                            "(default: simulator_NAME beside the run of --policy)")
+    parser.add_argument("--problems", help="JSONL of problems (default: generated test problems)")
+    parser.add_argument("--count", type=int, default=3, help="dialogues (default: 3)")
+    parser.add_argument("--horizon", type=int, default=5, help="assistant turns a dialogue may have (default: 5)")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    try:
+        problems = read_problems(args.problems)[:args.count] if args.problems else generate_problems("test", args.count, args.seed)
+        if args.user == "me":
+            problems = problems[:1]
+        if not args.policy:
+            if args.user != "scripted":
+                raise ValueError(f"--user {args.user} needs --policy: only the scripted human talks with the logging assistant")
+            for problem, log in zip(problems, write_logs(problems, human, args.seed)):
+                print(f"\n[{log['goal']}]  (answer {problem.answer})")
+                print("\n".join(f"{m['role']:>9}: {m['content']}" for m in log["messages"]))
+            return
+        policy, chat = load_model(args.policy), load_chat(args.policy)
+        if args.user in ("naive", "calibrated"):
+            folder = args.simulator or str(Path(args.policy).parent.parent / f"simulator_{args.user}")
+            user = ModelUser(load_model(folder), load_chat(folder), max_new_tokens=48)
+        else:
+            user = KeyboardUser() if args.user == "me" else ScriptedUser()
+    except ValueError as error:
+        print(f"rollout.py: {error}", file=sys.stderr)
+        sys.exit(2)
+    keys = [(args.seed, "show", 0, problem.id, 0) for problem in problems]
+    for trajectory in rollout(policy, chat, user, problems, keys, horizon=args.horizon, max_new_tokens=48):
+        show(trajectory)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,337 @@
+"""Who plays the user: a scripted human, a language model, or you at the keyboard.
+
+A user has two methods: `begin(problems, keys)` starts a batch of dialogues and `reply(rows, dialogues)` says the next
+message in some of them, together with why the dialogue ends, if it does.
+
+1. The *human* stands for real people. It is a stochastic script with an explicit distribution over its next utterance,
+   `human(problem, dialogue) -> [(text, probability)]`. It is vague at first, gives one fact a turn and only the one asked
+   for, is terse, sometimes corrects itself, objects to what it sees is wrong, is annoyed by repeats and loses patience.
+   It never knows the answer. It writes the logs and it is the deployment test.
+2. The *over-helpful* script is what prompted language models are like: everything at the first question, polite, and it
+   agrees with whatever the assistant says. The naive simulator is a language model trained on it.
+3. `ModelUser` is a language model with flipped roles: its own turns are the user's, its prompt holds the hidden goal.
+
+Run `python simulator.py` to see the human's distribution at some points of a dialogue.
+"""
+
+import random
+import re
+import sys
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+
+from chat import Chat
+from model import Transformer
+from sampling import Engine, draw_key, uniform
+from tasks import Problem, generate_problems, split_sentences
+
+LEAVE = "never mind, i'll do it myself"         # whoever says this ends the dialogue
+Distribution = list[tuple[str, float]]
+SUM = re.compile(r"(\d+) ?([-+*]) ?(\d+) ?= ?(\d+)")
+
+
+# What a dialogue has brought so far ------------------------------------------------------------------------------------
+
+def words(text: str) -> frozenset[str]:
+    """Return the words of a text, lower case, without a plural or verbal s."""
+    return frozenset(word.rstrip("s") for word in re.findall(r"[a-z']+", text.lower()))
+
+
+def numbers(text: str) -> list[str]:
+    return re.findall(r"\d+(?:[.,]\d+)*", text)
+
+
+@lru_cache(maxsize=100_000)
+def telling_words(facts: tuple[str, ...]) -> tuple[frozenset[str], ...]:
+    """Return for each fact the words that no other fact has."""
+    return tuple(words(fact) - frozenset().union(*(words(other) for j, other in enumerate(facts) if j != i))
+                 for i, fact in enumerate(facts))
+
+
+def asked_fact(problem: Problem, said: str, revealed: set[int]) -> int | None:
+    """Return which fact an assistant's question is about: the one that shares most telling words with it, an unrevealed
+    one if it is a tie, and the next unrevealed one if no word tells. None if nothing is asked or left."""
+    question = words(" ".join(sentence for sentence in split_sentences(said) if "?" in sentence))
+    if not question:
+        return None
+    shared = [len(question & telling) for telling in telling_words(problem.facts)]
+    order = sorted(range(len(shared)), key=lambda i: (-shared[i], i in revealed, i))
+    if order and shared[order[0]] > 0:
+        return order[0]
+    return next((i for i in order if i not in revealed), None)
+
+
+def states(fact: str, text: str) -> bool:
+    """Whether a text, given in answer to a question about the fact, states it: all its numbers, or all its words."""
+    wanted = numbers(fact)
+    return set(wanted) <= set(numbers(text)) if wanted else words(fact) <= words(text)
+
+
+def revealed_facts(problem: Problem, dialogue: list[dict]) -> set[int]:
+    """Return the facts that the user's messages have given away, by going through the dialogue once."""
+    revealed = set()
+    for i, message in enumerate(dialogue):
+        if message["role"] == "user":
+            text = message["content"]
+            asked = asked_fact(problem, dialogue[i - 1]["content"], revealed) if i else None
+            revealed |= {j for j, fact in enumerate(problem.facts) if fact.rstrip(".").lower() in text.lower()}
+            if asked is not None and states(problem.facts[asked], text):
+                revealed.add(asked)
+    return revealed
+
+
+def objection(problem: Problem, said: str) -> str | None:
+    """Return what is right where an assistant's sum or restated fact is wrong, None if nothing is."""
+    for left, sign, right, result in SUM.findall(said):
+        value = {"+": int(left) + int(right), "-": int(left) - int(right), "*": int(left) * int(right)}[sign]
+        if value != int(result):
+            return f"{left} {sign} {right} is {value}"
+    for sentence in split_sentences(said):
+        for fact in problem.facts:
+            if "?" not in sentence and numbers(sentence) and words(sentence) == words(fact) and not states(fact, sentence):
+                return fact.rstrip(".")
+    return None
+
+
+# The two scripts -------------------------------------------------------------------------------------------------------
+
+def human(problem: Problem, dialogue: list[dict]) -> Distribution:
+    """Return the human's next utterances with their probabilities; an utterance `LEAVE` means that they leave."""
+    ask = problem.ask[0].lower() + problem.ask[1:]
+    if not dialogue:
+        outcomes = [(ask, 40), (f"i need help. {ask}", 20), (f"can you help me? {ask}", 15), ("hi, " + ask, 10)]
+        outcomes += [(f"{fact} {ask}", 15 / len(problem.facts)) for fact in problem.facts]
+        return normalised(outcomes)
+    said, before = dialogue[-1]["content"], dialogue[:-1]
+    revealed = revealed_facts(problem, before)
+    asked = asked_fact(problem, said, revealed)
+    right = objection(problem, said)
+    if right:
+        outcomes = [(f"no, {right}", 45), ("that's not right", 25), ("are you sure?", 20), ("ok", 6), (LEAVE, 4)]
+    elif asked is not None and asked not in revealed:
+        outcomes = given_fact(problem.facts[asked], specific=words(said) & telling_words(problem.facts)[asked])
+    elif "?" in said:                                                              # nothing new is asked
+        again = f"{tail(problem.facts[asked])}, like i said" if asked is not None else "that's all i know"
+        outcomes = [("i already told you", 35), (again, 35), ("why do you ask again?", 10), (LEAVE, 20)]
+    else:
+        outcomes = [("ok", 35), ("and?", 20), (f"so {ask}", 35), ("thanks", 5), (LEAVE, 5)]
+    turn = sum(message["role"] == "assistant" for message in dialogue)
+    return normalised([*outcomes, (LEAVE, 3.0 * max(0, turn - 4))])                # patience wears thin
+
+
+def given_fact(fact: str, specific: bool) -> Distribution:
+    """Return how the human answers a question about a fact, unnormalised; a vague question gets a vague answer."""
+    short, full = tail(fact), fact.rstrip(".")
+    if not specific:
+        return [(full, 30), (short, 15), ("which number do you need?", 25), ("what do you want to know?", 20), (LEAVE, 10)]
+    bare = numbers(fact)[0] if numbers(fact) else short
+    outcomes = [(bare, 18), (f"it's {bare}", 12), (short, 28), (full, 24), (f"thanks, {short}", 2),
+                ("what do you mean?", 4), ("hm, let me look", 3), (LEAVE, 1)]
+    if bare.isdigit() and int(bare) > 1:                                           # a slip of the tongue, put right at once
+        outcomes += [(f"{int(bare) + slip}, no wait, {short}", 4) for slip in (-1, 1)]
+    return outcomes
+
+
+def tail(fact: str) -> str:
+    """Return a fact from its first number on: "Tom finds 5 more apples." -> "5 more apples"."""
+    match = re.search(r"\d", fact)
+    return fact[match.start() if match else 0:].rstrip(".")
+
+
+def normalised(outcomes: Distribution) -> Distribution:
+    """Merge equal texts and scale the weights to sum to 1."""
+    merged = {}
+    for text, weight in outcomes:
+        if weight > 0:
+            merged[text] = merged.get(text, 0.0) + weight
+    total = sum(merged.values())
+    return [(text, weight / total) for text, weight in merged.items()]
+
+
+def overhelpful(problem: Problem, dialogue: list[dict]) -> Distribution:
+    """Return the next utterances of a user who is what prompted language models are: polite, complete, agreeable."""
+    if not dialogue:
+        return normalised([(f"Hello! Could you please help me? {problem.ask}", 50), (f"Hi! {problem.ask} Thank you so much!", 50)])
+    if "?" not in dialogue[-1]["content"] or len(dialogue) > 2 and objection(problem, dialogue[-1]["content"]):
+        return normalised([("Yes, that is right! Thank you so much!", 60), ("That sounds right. Thank you!", 40)])
+    facts = problem.facts
+    turned = [facts[i:] + facts[:i] for i in range(len(facts))] or [()]
+    orders = {order[::step] for order in turned for step in (1, -1)}               # any order, as people would not recite
+    return normalised([(f"{start} {' '.join(order)} Thank you!", 1) for order in sorted(orders)
+                       for start in ("Of course!", "Sure, thank you for asking.")])
+
+
+# The assistant that people talked with when the logs were written ------------------------------------------------------
+
+def logging_assistant(problem: Problem, dialogue: list[dict], rng: random.Random) -> str:
+    """Return a mediocre assistant's next message: it asks carelessly, answers too early and slips in sums."""
+    revealed = revealed_facts(problem, dialogue)
+    missing = [i for i in range(len(problem.facts)) if i not in revealed]
+    choice = rng.random()
+    if not missing:
+        if choice < 0.75:
+            return problem.solution
+        return rng.choice(["Can you tell me more?", *(question(fact) for fact in problem.facts)])
+    if choice < 0.20:
+        return guessed_solution(problem, revealed, rng)
+    if choice < 0.30:
+        return rng.choice(["What are all the numbers?", "Can you tell me more?"])
+    if choice < 0.38:
+        return question(rng.choice(problem.facts))                                 # perhaps one that was told already
+    ask = question(problem.facts[rng.choice(missing)])
+    known = {n for i in revealed for n in numbers(problem.facts[i])}
+    first_sum = SUM.search(problem.solution)
+    if choice < 0.60 and first_sum and {first_sum[1], first_sum[3]} <= known:
+        result = int(first_sum[4]) + rng.choice([0, 0, 1, -1, 2])
+        return f"{first_sum[1]} {first_sum[2]} {first_sum[3]} = {result}. {ask}"
+    if choice < 0.46 and revealed:                                                 # restates a fact, not always rightly
+        fact = problem.facts[rng.choice(sorted(revealed))]
+        n = numbers(fact)[0] if numbers(fact) else ""
+        return (fact.replace(n, str(int(n) + rng.choice([0, 1])), 1) if n.isdigit() else fact) + " " + ask
+    return ask
+
+
+def question(fact: str) -> str:
+    """Return a question about a fact: "Tom finds 5 more apples." -> "How many more apples?"."""
+    match = re.search(r"\d+(?:[.,]\d+)*%?\s+([\w' ]+)", fact)
+    return f"How many {' '.join(match[1].split()[:6])}?" if match else f"What about {' '.join(fact.rstrip('.').split()[:4])}?"
+
+
+def guessed_solution(problem: Problem, revealed: set[int], rng: random.Random) -> str:
+    """Return the worked answer with every number that was not revealed replaced by a guess, and the sums redone."""
+    known = {n for i in revealed for n in numbers(problem.facts[i])}
+    value = {n: str(rng.randint(2, 12)) for fact in problem.facts for n in numbers(fact) if n not in known}
+
+    def redo(match: re.Match) -> str:
+        left, right = value.get(match[1], match[1]), value.get(match[3], match[3])
+        result = {"+": int(left) + int(right), "-": int(left) - int(right), "*": int(left) * int(right)}[match[2]]
+        value[match[4]] = str(result)
+        return f"{left} {match[2]} {right} = {result}"
+
+    worked = SUM.sub(redo, problem.solution).rsplit("####", 1)[0]
+    return f"{worked}#### {value.get(problem.answer, problem.answer)}"
+
+
+def write_logs(problems: list[Problem], user: Callable, seed: int, turns: int = 6) -> list[dict]:
+    """Return a dialogue a problem between a user script and the logging assistant, each with the user's goal."""
+    logs = []
+    for problem in problems:
+        rng, dialogue = random.Random(draw_key(seed, "logs", user.__name__, problem.id)), []
+        while len(dialogue) < 2 * turns:
+            texts, weights = zip(*user(problem, dialogue))
+            dialogue.append({"role": "user", "content": rng.choices(texts, weights)[0]})
+            if dialogue[-1]["content"] == LEAVE:
+                break
+            dialogue.append({"role": "assistant", "content": logging_assistant(problem, dialogue, rng)})
+            if "####" in dialogue[-1]["content"]:
+                break
+        logs.append({"task": "math", "messages": dialogue, "goal": problem.goal})
+    return logs
+
+
+def tokenizer_corpus() -> list[str]:
+    """Return the texts that the embedded tokenizer is learned on."""
+    problems = generate_problems("train", 2000)
+    logs = write_logs(problems, human, 0) + write_logs(problems, overhelpful, 0)
+    return [m["content"] for log in logs for m in log["messages"]] + [p.question for p in problems] + [LEAVE] * 200
+
+
+# Users that talk in a rollout ------------------------------------------------------------------------------------------
+
+class ScriptedUser:
+    """A user that draws from a script's distribution."""
+
+    def __init__(self, script: Callable[[Problem, list[dict]], Distribution] = human):
+        self.script = script
+
+    def begin(self, problems: list[Problem], keys: list[int]) -> None:
+        self.problems, self.keys = problems, keys
+
+    def reply(self, rows: list[int], dialogues: list[list[dict]]) -> list[tuple[str, str | None]]:
+        """Return for every row the next message and why the dialogue ends with it: "left", "truncated" or None."""
+        keys, positions = [self.keys[row] for row in rows], [len(dialogues[row]) for row in rows]
+        u = uniform(torch.tensor(keys, dtype=torch.long), torch.tensor(positions, dtype=torch.long))
+        replies = []
+        for row, target in zip(rows, u.tolist()):
+            for text, probability in self.script(self.problems[row], dialogues[row]):
+                target -= probability
+                if target < 0:
+                    break
+            replies.append(split_leave(text))
+        return replies
+
+
+class ModelUser:
+    """A language model that plays the user: naive as it comes, calibrated after `align_sim.py`."""
+
+    def __init__(self, model: Transformer, chat: Chat, max_new_tokens: int, temperature: float = 1.0):
+        self.model, self.chat, self.max_new_tokens, self.temperature = model, chat, max_new_tokens, temperature
+
+    def begin(self, problems: list[Problem], keys: list[int]) -> None:
+        openings = [self.chat.open(goal_prompt(problem.goal)) for problem in problems]
+        self.engine = Engine(self.model, self.chat, openings, keys, self.max_new_tokens, self.temperature)
+
+    def reply(self, rows: list[int], dialogues: list[list[dict]]) -> list[tuple[str, str | None]]:
+        """As `ScriptedUser.reply`; a dialogue that no longer fits the simulator's context is "truncated"."""
+        engine, room = self.engine, []
+        for row in rows:
+            if dialogues[row]:
+                engine.feed(row, self.chat.extend(engine.tokens[row][-1], dialogues[row][-1]["content"]))
+            if engine.has_room(row):
+                room.append(row)
+        engine.keep(room)
+        said = dict(zip(room, engine.reply())) if room else {}
+        return [split_leave(self.chat.text(said[row])) if row in said else ("", "truncated") for row in rows]
+
+
+class KeyboardUser:
+    """You. An empty line or the end of input leaves the dialogue."""
+
+    def begin(self, problems: list[Problem], keys: list[int]) -> None:
+        print(f"You want help with this, and the assistant cannot see it:\n  {problems[0].goal}")
+
+    def reply(self, rows: list[int], dialogues: list[list[dict]]) -> list[tuple[str, str | None]]:
+        if dialogues[0]:
+            print(f"assistant: {dialogues[0][-1]['content']}")
+        print("you:       ", end="", flush=True)
+        text = sys.stdin.readline().strip()
+        return [split_leave(text) if text else ("", "left")]
+
+
+def split_leave(text: str) -> tuple[str, str | None]:
+    """Separate the leaving phrase from what was said before it."""
+    before, phrase, _ = text.partition(LEAVE)
+    return before.strip(), "left" if phrase else None
+
+
+def goal_prompt(goal: str | None) -> str:
+    """Return a simulator's instruction, its first user message: the hidden goal, or that there is none on record."""
+    return goal or "(no goal on record)"
+
+
+def simulator_messages(log: dict) -> list[dict]:
+    """Return a logged dialogue as the simulator sees it: the goal first, then the roles flipped."""
+    flipped = {"user": "assistant", "assistant": "user"}
+    return [{"role": "user", "content": goal_prompt(log.get("goal"))},
+            *({"role": flipped[m["role"]], "content": m["content"]} for m in log["messages"])]
+
+
+def main() -> None:
+    problem = generate_problems("test", 1)[0]
+    print(f"goal: {problem.goal}\n")
+    dialogue = []
+    for said in (None, question(problem.facts[0]), "Can you tell me more?", "2 + 2 = 5.", question(problem.facts[0])):
+        if said:
+            dialogue.append({"role": "assistant", "content": said})
+        outcomes = human(problem, dialogue)
+        print(f"assistant: {said}" if said else "(the human opens)")
+        for text, probability in outcomes:
+            print(f"   {probability:.2f}  {text}")
+        likeliest = max((o for o in outcomes if o[0] != LEAVE), key=lambda outcome: outcome[1])
+        dialogue.append({"role": "user", "content": likeliest[0]})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,466 @@
+"""Calibrated Interactive RL from nothing: warm start, calibration, GRPO, evaluation against the human.
+
+    python train.py --task math                  the calibrated method; base and calibrated are scored, minutes on a laptop
+    python train.py --task math --method all     base, static, naive, calibrated and human: the paper's table in miniature
+
+The methods share everything but where contexts and user turns come from (`conversation`): problems, reward, optimiser,
+steps, group sizes and random draws are the same.
+
+    base        the warm-started policy, untrained
+    static      single replies in logged contexts: a logged dialogue cut before its last assistant message
+    naive       whole dialogues with the over-helpful simulator
+    calibrated  whole dialogues with the same simulator after fine-tuning on human logs
+    human       whole dialogues with the human itself: the upper bound
+
+A run writes into --out: config.json, metrics.csv, sft.csv, samples.jsonl, result.json, curves.png, the policies in Hugging
+Face format (policy/ of the method, NAME/policy/ of the others) and both simulators.
+"""
+
+import argparse
+import copy
+import csv
+import json
+import math
+import os
+import random
+import resource
+import shutil
+import sys
+import time
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from tqdm import tqdm
+
+from align_sim import calibrate, print_report_card, read_logs, report_card, sft
+from chat import Chat, load_chat, save_chat, tiny_chat
+from grpo import advantages, update
+from model import ModelConfig, Transformer, load_model, save_model
+from plot import draw_curves
+from rollout import Trajectory, pad, rollout
+from sampling import draw_key
+from simulator import ModelUser, ScriptedUser, human, overhelpful, simulator_messages, write_logs
+from tasks import Problem, generate_problems, read_problems
+
+METHODS = ("base", "static", "naive", "calibrated", "human")
+PAPER = {"base": 82.3, "static": 85.0, "naive": 89.3, "calibrated": 91.5}          # MATH accuracy, arXiv 2605.26403
+RECORDED = Path(__file__).parent / "assets" / "results.csv"
+METRICS = ("method", "step", "reward", "human_score", "turns", "kl", "ratio_max", "clip_frac", "frac_zero_std", "grad_norm",
+           "tokens", "seconds", "truncated", "failed")
+
+
+def option(default, help: str, choices=None, minimum=None):
+    """A field of Config that is also a command-line flag."""
+    return field(default=default, metadata={"help": help, "choices": choices, "minimum": minimum})
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that can be set, each a flag of the same name."""
+    task: str = option("math", "what the dialogues are about", choices=("math",))
+    method: str = option("calibrated", "which method to train, or all", choices=(*METHODS, "all"))
+    preset: str = option("tiny", "a set of defaults", choices=("tiny",))
+    policy: str = option("", "folder of the policy to start from (default: warm-start a tiny one)")
+    simulator: str = option("", "folder of the naive simulator (default: train a tiny one)")
+    problems: str = option("", "JSONL of problems in GSM8K's shape (default: generated ones)")
+    human_logs: str = option("", "JSONL of human dialogues to calibrate on (default: the scripted human's)")
+    evaluate: str = option("", "score the policy in this folder against the human, and train nothing")
+    out: str = option("out", "folder of the run; must not exist, unless --resume")
+    resume: bool = option(False, "continue the run in --out")
+    seed: int = option(0, "of every random draw", minimum=0)
+    device: str = option("cpu", "where the models live", choices=("cpu", "cuda", "mps"))
+    horizon: int = option(5, "assistant turns a dialogue may have, H", minimum=1)
+    group_size: int = option(8, "dialogues a problem, G", minimum=2)
+    prompts: int = option(32, "problems a step, P", minimum=1)
+    steps: int = option(100, "rollouts, each followed by its optimiser steps", minimum=1)
+    minibatches: int = option(2, "optimiser steps a rollout, each on its own share of the problems", minimum=1)
+    lr: float = option(1e-3, "learning rate of GRPO", minimum=0)
+    clip_eps: float = option(0.2, "ratios beyond 1 - eps and 1 + eps are clipped", minimum=0)
+    kl_coef: float = option(0.0, "weight of the KL to the warm-started policy", minimum=0)
+    micro_batch: int = option(64, "dialogues a forward and backward pass: lower it if memory runs out", minimum=1)
+    max_new_tokens: int = option(48, "tokens a reply may have", minimum=1)
+    sft_steps: int = option(800, "warm-start steps of the policy; the naive simulator takes half", minimum=1)
+    calibration_steps: int = option(1200, "fine-tuning steps of the simulator on human logs", minimum=1)
+    sft_lr: float = option(3e-3, "learning rate of warm start and calibration", minimum=0)
+    sft_batch: int = option(64, "dialogues a step of warm start and calibration", minimum=1)
+    train_problems: int = option(8000, "generated problems to train on", minimum=1)
+    eval_every: int = option(10, "steps between evaluations against the human", minimum=1)
+    eval_problems: int = option(200, "validation problems of such an evaluation", minimum=1)
+    test_problems: int = option(1000, "problems of the final evaluation", minimum=1)
+
+
+@dataclass(frozen=True)
+class Data:
+    """Problems of the three splits, and human dialogues about the first two."""
+    train: list[Problem]
+    validation: list[Problem]
+    test: list[Problem]
+    logs: list[dict]            # what people said; to calibrate on, and static contexts
+    held_out: list[dict]        # for the report card
+    scripted: bool              # whether the scripted human wrote the logs
+
+
+# Inputs ----------------------------------------------------------------------------------------------------------------
+
+def parse_config(argv: list[str] | None = None) -> Config:
+    """Read the command line. A wrong flag or value is one line on stderr and exit code 2."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = fail
+    for f in fields(Config):
+        flag, meta = "--" + f.name.replace("_", "-"), f.metadata
+        if f.type is bool:
+            parser.add_argument(flag, action="store_true", help=meta["help"])
+        else:
+            shown = meta["help"] + (f" (default: {f.default})" if f.default != "" else "")
+            parser.add_argument(flag, type=f.type, default=f.default, choices=meta["choices"], help=shown,
+                                metavar=None if meta["choices"] else f.type.__name__.upper())
+    config = Config(**vars(parser.parse_args(argv)))
+    for f in fields(Config):
+        value, minimum = getattr(config, f.name), f.metadata["minimum"]
+        if minimum is not None and not (minimum <= value < math.inf):
+            fail(f"--{f.name.replace('_', '-')} must be at least {minimum}, got {value}")
+    return config
+
+
+def fail(message: str) -> None:
+    """Say what is wrong in one line and leave."""
+    print(f"train.py: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def load_data(config: Config) -> Data:
+    """Read or generate problems and human logs.
+
+    Raises: ValueError naming the file and the line of what is wrong.
+    """
+    if config.problems:
+        rows = read_problems(config.problems)
+        random.Random(draw_key(config.seed, "split")).shuffle(rows)
+        tenth = max(1, len(rows) // 10)
+        if len(rows) < 3:
+            raise ValueError(f"{config.problems} has {len(rows)} problems; training, validation and test need one each")
+        validation, test, train = rows[:tenth], rows[tenth:2 * tenth], rows[2 * tenth:]
+    else:
+        train = generate_problems("train", config.train_problems, config.seed)
+        validation = generate_problems("validation", max(300, config.eval_problems), config.seed)
+        test = generate_problems("test", config.test_problems, config.seed)
+    if config.human_logs:
+        logs = read_logs(config.human_logs)
+        random.Random(draw_key(config.seed, "split logs")).shuffle(logs)
+        fifth = max(1, len(logs) // 5)
+        if len(logs) < 2:
+            raise ValueError(f"{config.human_logs} has one dialogue; calibration and report card need one each")
+        return Data(train, validation, test, logs[fifth:], logs[:fifth], scripted=False)
+    logs, held_out = write_logs(train, human, config.seed), write_logs(validation[:300], human, config.seed)
+    return Data(train, validation, test, logs, held_out, scripted=True)
+
+
+# Models before reinforcement learning -----------------------------------------------------------------------------------
+
+def tiny_model(chat: Chat, seed: int) -> Transformer:
+    return Transformer(ModelConfig(vocab_size=chat.vocab_size), seed)
+
+
+def kept(folder: Path, device: str, make) -> Transformer:
+    """Return the model in `folder`; if there is none yet, `make` it and keep it there. A folder is whole or absent."""
+    if not folder.exists():
+        partial = folder.with_name(folder.name + ".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        save_model(make(), str(partial))
+        save_chat(str(partial))
+        os.replace(partial, folder)
+    return load_model(str(folder), device)
+
+
+def warm_start(config: Config, chat: Chat, data: Data, log_losses) -> Transformer:
+    """Return a tiny policy fine-tuned on assistant turns: three fifths human logs with a mediocre assistant, two fifths
+    fully specified problems with right answers. It can do the sum; what it lacks is the dialogue."""
+    shown = [[{"role": "user", "content": p.question}, {"role": "assistant", "content": p.solution}] for p in data.train]
+    logged = [log["messages"] for log in write_logs(data.train, human, config.seed)]
+    cut = len(logged) * 3 // 5
+    examples = [chat.render(messages) for messages in logged[:cut] + shown[cut:]]
+    model = tiny_model(chat, draw_key(config.seed, "policy weights")).to(config.device)
+    log_losses("policy", sft(model, examples, steps=config.sft_steps, batch=config.sft_batch, lr=config.sft_lr,
+                             seed=config.seed, title="warm start of the policy"))
+    return model
+
+
+def naive_simulator(config: Config, chat: Chat, data: Data, log_losses) -> Transformer:
+    """Return a tiny simulator fine-tuned on over-helpful users, as prompted language models are."""
+    examples = [chat.render(simulator_messages(log)) for log in write_logs(data.train, overhelpful, config.seed)]
+    model = tiny_model(chat, draw_key(config.seed, "simulator weights")).to(config.device)
+    log_losses("naive", sft(model, examples, steps=max(1, config.sft_steps // 2), batch=config.sft_batch, lr=config.sft_lr,
+                            seed=config.seed, title="naive simulator"))
+    return model
+
+
+def calibrated_simulator(config: Config, chat: Chat, data: Data, naive: Transformer, log_losses) -> Transformer:
+    """Return the naive simulator after fine-tuning on human logs."""
+    model = copy.deepcopy(naive)
+    log_losses("calibration", calibrate(model, chat, data.logs, steps=config.calibration_steps, batch=config.sft_batch,
+                                        lr=config.sft_lr, seed=config.seed))
+    return model
+
+
+def conversation(method: str, data: Data, chat: Chat, simulators: dict, max_new_tokens: int):
+    """Return whom a method talks with and, for static, its logged contexts by problem. Nothing else depends on it."""
+    if method != "static":
+        user = ScriptedUser(human) if method == "human" else ModelUser(simulators[method], chat, max_new_tokens)
+        return user, None
+    contexts = {}
+    for log in data.logs:
+        assistant = [i for i, message in enumerate(log["messages"]) if message["role"] == "assistant"]
+        if assistant:
+            contexts[log.get("goal")] = log["messages"][:assistant[-1]]
+    return ScriptedUser(human), contexts
+
+
+# Reinforcement learning -------------------------------------------------------------------------------------------------
+
+def evaluate(policy: Transformer, chat: Chat, problems: list[Problem], config: Config, phase: str) -> list[Trajectory]:
+    """Return one dialogue with the human a problem; the draws are the same for every method and step."""
+    trajectories = []
+    for i in range(0, len(problems), 256):
+        part = problems[i:i + 256]
+        trajectories += rollout(policy, chat, ScriptedUser(human), part, [(config.seed, phase, 0, p.id, 0) for p in part],
+                                horizon=config.horizon, max_new_tokens=config.max_new_tokens)
+    return trajectories
+
+
+def wilson(successes: float, n: int) -> list[float]:
+    """Return the 95 % interval of a share. Source: Wilson 1927."""
+    p, z = successes / n, 1.96
+    centre, spread = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    return [(centre - spread) / (1 + z * z / n), (centre + spread) / (1 + z * z / n)]
+
+
+def mean(values) -> float:
+    values = list(values)
+    return sum(values) / len(values)
+
+
+def train_step(step: int, method: str, config: Config, data: Data, chat: Chat, policy: Transformer, reference: Transformer,
+               optimiser, user, contexts: dict | None) -> tuple[dict, list[Trajectory]]:
+    """Roll out P problems times G dialogues, take the optimiser steps, and return the row of metrics and the dialogues."""
+    began = time.perf_counter()
+    pool = data.train if contexts is None else [p for p in data.train if p.goal in contexts]
+    rng = random.Random(draw_key(config.seed, "problems", step))
+    problems = [p for p in rng.sample(pool, min(config.prompts, len(pool))) for _ in range(config.group_size)]
+    keys = [(config.seed, "train", step, p.id, i % config.group_size) for i, p in enumerate(problems)]
+    trajectories = rollout(policy, chat, user, problems, keys, horizon=1 if contexts else config.horizon,
+                           max_new_tokens=config.max_new_tokens,
+                           contexts=[contexts[p.goal] for p in problems] if contexts else None)
+    rewards = torch.tensor([t.reward for t in trajectories], device=config.device).view(-1, config.group_size)
+    A = advantages(rewards)
+    tokens, action_mask, old_logprobs = pad(trajectories, config.device)
+    groups = torch.arange(len(problems), device=config.device).view(-1, config.group_size)
+    stats = []
+    for rows in (part.flatten() for part in groups.chunk(config.minibatches)):
+        stats.append(update(policy, optimiser, tokens[rows], action_mask[rows], old_logprobs[rows], A.flatten()[rows],
+                            reference=reference, clip_eps=config.clip_eps, kl_coef=config.kl_coef,
+                            micro_batch=config.micro_batch))
+    return {"method": method, "step": step, "reward": mean(t.reward for t in trajectories), "human_score": None,
+            "turns": mean(t.turns for t in trajectories), "kl": mean(s["kl"] for s in stats),
+            "ratio_max": max(s["ratio_max"] for s in stats), "clip_frac": mean(s["clip_frac"] for s in stats),
+            "frac_zero_std": mean((rewards == rewards[:, :1]).all(1).tolist()), "grad_norm": mean(s["grad_norm"] for s in stats),
+            "tokens": int(action_mask.sum()), "seconds": time.perf_counter() - began,
+            "truncated": mean(t.cut > 0 or t.ended == "truncated" for t in trajectories), "failed": 0}, trajectories
+
+
+def train_method(method: str, config: Config, data: Data, chat: Chat, policy: Transformer, simulators: dict, folder: Path) -> None:
+    """Train `policy` in place; write a row of metrics a step, evaluate and checkpoint every `eval_every` steps."""
+    reference = copy.deepcopy(policy)
+    optimiser = torch.optim.AdamW(policy.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0)
+    user, contexts = conversation(method, data, chat, simulators, config.max_new_tokens)
+    out, saved = Path(config.out), folder / "checkpoint.safetensors"
+    done = restore(saved, policy, optimiser)
+    forget_after(out / "metrics.csv", method, done)
+    for step in tqdm(range(done + 1, config.steps + 1), desc=method, initial=done, total=config.steps, disable=None, leave=False):
+        try:
+            row, trajectories = train_step(step, method, config, data, chat, policy, reference, optimiser, user, contexts)
+        except FloatingPointError as error:
+            raise ValueError(f"{method}, step {step}: {error}; try a lower --lr") from None
+        if step % config.eval_every == 0 or step == config.steps:
+            against_human = evaluate(policy, chat, data.validation[:config.eval_problems], config, "validation")
+            row["human_score"] = mean(t.reward for t in against_human)
+            append_samples(out, method, step, trajectories[:2 * config.group_size:config.group_size] + against_human[:2])
+        append_csv(out / "metrics.csv", METRICS, [row])
+        print_row(row, config.steps)
+        if row["human_score"] is not None:
+            checkpoint(saved, step, policy, optimiser)
+
+
+# Files ------------------------------------------------------------------------------------------------------------------
+
+def print_row(row: dict, steps: int) -> None:
+    score = "  -  " if row["human_score"] is None else f"{row['human_score']:.3f}"
+    tqdm.write(f"{row['method']:10s} {row['step']:4d}/{steps}  reward {row['reward']:.3f}  human {score}  turns {row['turns']:.2f}  "
+               f"kl {row['kl']:6.3f}  ratio {row['ratio_max']:5.2f}  clip {row['clip_frac']:.3f}  same {row['frac_zero_std']:.2f}  "
+               f"grad {row['grad_norm']:5.2f}  tokens {row['tokens']:6d}  {row['seconds']:5.2f} s")
+
+
+def write_json(path: Path, value) -> None:
+    """Write a file that is whole or absent."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+
+
+def append_csv(path: Path, columns: tuple[str, ...], rows: list[dict]) -> None:
+    new = not path.exists()
+    with open(path, "a", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        if new:
+            writer.writeheader()
+        writer.writerows({name: f"{v:.5g}" if isinstance(v, float) else v for name, v in row.items()} for row in rows)
+
+
+def append_samples(out: Path, method: str, step: int, trajectories: list[Trajectory]) -> None:
+    with open(out / "samples.jsonl", "a", encoding="utf-8") as file:
+        for t in trajectories:
+            file.write(json.dumps({"method": method, "step": step, "problem": t.problem.question, "messages": t.messages,
+                                   "reward": t.reward, "ended": t.ended}, ensure_ascii=False) + "\n")
+
+
+def read_rows(path: Path) -> list[dict]:
+    if not path.exists():
+        return []
+    with open(path, encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def forget_after(path: Path, method: str, step: int) -> None:
+    """Drop the rows of a method that a resumed run will write again."""
+    rows = read_rows(path)
+    stay = [row for row in rows if row["method"] != method or int(row["step"]) <= step]
+    if len(stay) < len(rows):
+        path.unlink()
+        append_csv(path, METRICS, stay)
+
+
+def checkpoint(path: Path, step: int, policy: Transformer, optimiser) -> None:
+    """Write weights and optimiser state; every random draw is keyed by the step, so nothing else is needed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tensors = {}
+    for i, parameter in enumerate(policy.parameters()):
+        tensors |= {f"{i}.{name}": value.detach().cpu().contiguous() for name, value in optimiser.state[parameter].items()}
+        tensors[f"{i}.weight"] = parameter.detach().cpu().contiguous()
+    save_file(tensors, str(path) + ".partial", metadata={"step": str(step)})
+    os.replace(str(path) + ".partial", path)
+
+
+@torch.no_grad()
+def restore(path: Path, policy: Transformer, optimiser) -> int:
+    """Read what `checkpoint` wrote and return its step; 0 if there is none."""
+    if not path.exists():
+        return 0
+    with safe_open(str(path), framework="pt") as file:
+        for i, parameter in enumerate(policy.parameters()):
+            parameter.copy_(file.get_tensor(f"{i}.weight"))
+            optimiser.state[parameter] = {name: file.get_tensor(f"{i}.{name}").to("cpu" if name == "step" else parameter.device)
+                                          for name in ("step", "exp_avg", "exp_avg_sq")}
+        return int(file.metadata()["step"])
+
+
+# The run ----------------------------------------------------------------------------------------------------------------
+
+def score(policy: Transformer, chat: Chat, method: str, config: Config, data: Data) -> dict:
+    """Return a policy's score against the human on the test problems, as in result.json."""
+    began = time.perf_counter()
+    trajectories = evaluate(policy, chat, data.test[:config.test_problems], config, "test")
+    solved = sum(t.reward for t in trajectories)
+    append_samples(Path(config.out), method, config.steps, trajectories[:5])
+    return {"score": solved / len(trajectories), "ci": wilson(solved, len(trajectories)),
+            "turns": mean(t.turns for t in trajectories), "seconds": time.perf_counter() - began}
+
+
+def run(config: Config, data: Data, chat: Chat, given: dict[str, Transformer]) -> dict:
+    """Do what the configuration asks for and return what result.json holds."""
+    began, out = time.perf_counter(), Path(config.out)
+    methods = METHODS if config.method == "all" else tuple(dict.fromkeys(("base", config.method)))
+
+    def log_losses(phase: str, losses: list[float]) -> None:
+        append_csv(out / "sft.csv", ("phase", "step", "loss"),
+                   [{"phase": phase, "step": i, "loss": loss} for i, loss in enumerate(losses, start=1)])
+        tqdm.write(f"{phase:12s} loss {losses[0]:.3f} -> {mean(losses[-20:]):.3f} in {len(losses)} steps")
+
+    base = given.get("policy") or kept(out / "base" / "policy", config.device, lambda: warm_start(config, chat, data, log_losses))
+    simulators, card = {}, {}
+    if {"naive", "calibrated"} & set(methods):
+        simulators["naive"] = given.get("simulator") or kept(
+            out / "simulator_naive", config.device, lambda: naive_simulator(config, chat, data, log_losses))
+    if "calibrated" in methods:
+        simulators["calibrated"] = kept(out / "simulator_calibrated", config.device, lambda: calibrated_simulator(
+            config, chat, data, simulators["naive"], log_losses))
+        card = report_card(data.held_out, simulators, chat, seed=config.seed, max_new_tokens=config.max_new_tokens,
+                           script=human if data.scripted else None)
+        print_report_card(card)
+    results = {}
+    for method in methods:
+        started, policy = time.perf_counter(), copy.deepcopy(base)
+        folder = out if method == config.method else out / method
+        if method != "base":
+            train_method(method, config, data, chat, policy, simulators, folder)
+            shutil.rmtree(folder / "policy", ignore_errors=True)
+            kept(folder / "policy", config.device, lambda: policy)
+        results[method] = score(policy, chat, method, config, data)
+        results[method]["seconds"] = time.perf_counter() - started
+        tqdm.write(f"{method}: {results[method]['score']:.3f} against the human on {config.test_problems} test problems")
+    return {"task": config.task, "seed": config.seed, "horizon": config.horizon, "methods": results, "report_card": card,
+            "seconds": time.perf_counter() - began, "peak_rss_mb": peak_rss_mb()}
+
+
+def peak_rss_mb() -> float:
+    """Return the largest memory that this process has held, in MiB."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10
+
+
+def print_table(results: dict[str, dict]) -> None:
+    """Print this run's scores, the recorded ones of methods that it did not run, and the paper's."""
+    recorded = {}
+    for row in read_rows(RECORDED):
+        recorded.setdefault(row["method"], []).append(float(row["score"]))
+    print(f"\n{'method':12s}{'against the human':>20s}{'95 % interval':>18s}{'turns':>8s}{'seconds':>10s}{'paper, MATH':>14s}")
+    for method in METHODS:
+        paper = f"{PAPER[method]:.1f}" if method in PAPER else "-"
+        if method in results:
+            r = results[method]
+            interval = f"[{100 * r['ci'][0]:.1f}, {100 * r['ci'][1]:.1f}]"
+            print(f"{method:12s}{100 * r['score']:20.1f}{interval:>18s}{r['turns']:8.2f}{r['seconds']:10.0f}{paper:>14s}")
+        elif method in recorded:
+            shown = f"{100 * mean(recorded[method]):.1f} (recorded)"
+            print(f"{method:12s}{shown:>20s}{'-':>18s}{'-':>8s}{'-':>10s}{paper:>14s}")
+    print("Per cent of test problems solved. Ours: a tiny model and a scripted human; the paper: Gemma-3-4B-IT on MATH-Chat.")
+
+
+def main(argv: list[str] | None = None) -> None:
+    config = parse_config(argv)
+    out = Path(config.out)
+    try:
+        if out.exists() and not config.resume:
+            raise ValueError(f"{out} exists: choose another --out, or --resume to continue it")
+        folder = config.evaluate or config.policy
+        chat = load_chat(folder) if folder else tiny_chat()
+        given = {"policy": load_model(folder, config.device)} if folder else {}
+        if config.simulator:
+            given["simulator"] = load_model(config.simulator, config.device)
+        data = load_data(config)
+        out.mkdir(parents=True, exist_ok=True)
+        write_json(out / "config.json", asdict(config))
+        if config.evaluate:
+            config = replace(config, method="base")
+        result = run(config, data, chat, given)
+    except (ValueError, OSError) as error:
+        fail(str(error))
+    write_json(out / "result.json", result)
+    draw_curves(read_rows(out / "metrics.csv"), out / "curves.png", {m: r["score"] for m, r in result["methods"].items()})
+    print_table(result["methods"])
+    print(f"{result['seconds'] / 60:.1f} minutes, peak memory {result['peak_rss_mb']:.0f} MiB, everything in {out}/")
+
+
+if __name__ == "__main__":
+    main()
