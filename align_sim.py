@@ -12,6 +12,7 @@ Run `python align_sim.py` to calibrate the embedded simulator (about 3 minutes),
 """
 
 import argparse
+import copy
 import math
 import random
 import re
@@ -26,7 +27,7 @@ from tqdm import tqdm
 from chat import Chat, load_chat, save_chat, tiny_chat
 from model import ModelConfig, Transformer, load_model, save_model, token_logprobs
 from sampling import Engine, draw_key
-from simulator import (LEAVE, SUM, asked_fact, human, numbers, objection, overhelpful, revealed_facts, simulator_messages,
+from simulator import (SUM, asked_fact, human, numbers, objection, overhelpful, revealed_facts, simulator_messages,
                        split_leave, states, words, write_logs)
 from tasks import Problem, generate_problems, read_jsonl, split_sentences
 
@@ -224,7 +225,52 @@ def print_report_card(card: dict) -> None:
 
 
 def main() -> None:
-    pass
+    parser = argparse.ArgumentParser(description="Calibrate a simulator on human dialogues and compare it with them.", allow_abbrev=False)
+    parser.add_argument("--simulator", help="folder of the naive simulator (default: train a tiny over-helpful one first)")
+    parser.add_argument("--human-logs", help="JSONL of human dialogues (default: the scripted human's)")
+    parser.add_argument("--out", help="folder for the calibrated simulator, which must not exist (default: not saved)")
+    parser.add_argument("--steps", type=int, default=1200, help="fine-tuning steps (default: 1200)")
+    parser.add_argument("--batch", type=int, default=64, help="dialogues a step (default: 64)")
+    parser.add_argument("--lr", type=float, default=3e-3, help="largest learning rate (default: 0.003)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.error = fail
+    args = parser.parse_args()
+    try:
+        if args.steps < 1 or args.batch < 1 or not 0 < args.lr < math.inf:
+            raise ValueError("--steps and --batch must be at least 1, --lr above 0")
+        if args.out and Path(args.out).exists():
+            raise ValueError(f"{args.out} exists: choose another --out")
+        chat = load_chat(args.simulator) if args.simulator else tiny_chat()
+        naive = load_model(args.simulator) if args.simulator else None
+        problems = generate_problems("train", 8000, args.seed)
+        if args.human_logs:
+            logs = read_logs(args.human_logs)
+            random.Random(draw_key(args.seed, "split logs")).shuffle(logs)
+            held_out, logs = logs[:len(logs) // 5 or 1], logs[len(logs) // 5 or 1:]
+            if not logs:
+                raise ValueError(f"{args.human_logs} has one dialogue; calibration and report card need one each")
+        else:
+            logs, held_out = (write_logs(p, human, args.seed) for p in (problems, generate_problems("validation", 300, args.seed)))
+        if naive is None:
+            naive = Transformer(ModelConfig(vocab_size=chat.vocab_size), draw_key(args.seed, "simulator weights"))
+            examples = [chat.render(simulator_messages(log)) for log in write_logs(problems, overhelpful, args.seed)]
+            sft(naive, examples, steps=400, batch=64, lr=3e-3, seed=args.seed, title="naive simulator")
+        calibrated = copy.deepcopy(naive)
+        losses = calibrate(calibrated, chat, logs, steps=args.steps, batch=args.batch, lr=args.lr, seed=args.seed)
+    except (ValueError, FloatingPointError) as error:
+        fail(str(error))
+    print(f"calibrated on {len(logs)} dialogues: loss {losses[0]:.3f} -> {sum(losses[-20:]) / len(losses[-20:]):.3f} nats a token")
+    print_report_card(report_card(held_out, {"naive": naive, "calibrated": calibrated}, chat, seed=args.seed, max_new_tokens=48,
+                                  script=None if args.human_logs else human))
+    if args.out:
+        save_model(calibrated, args.out)
+        save_chat(args.out)
+
+
+def fail(message: str) -> None:
+    """Say what is wrong in one line and leave."""
+    print(f"align_sim.py: {message}", file=sys.stderr)
+    sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ class KVCache:
 
 
 class RMSNorm(nn.Module):
-    """Scale each vector to unit root mean square, then by a learned weight; computed in fp32."""
+    """Scale each vector to unit root mean square, then by a learned weight."""
 
     def __init__(self, width: int, eps: float):
         super().__init__()
@@ -78,8 +78,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype) \
-            if x.dtype in (torch.bfloat16, torch.float16) else F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 def rotary(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -114,9 +113,7 @@ class Attention(nn.Module):
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if cache is not None:
             k, v = cache.write(self.layer, k, v, slots)                            # (B, K, S, E)
-        repeats = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
         return self.o_proj(out.transpose(1, 2).reshape(B, T, -1))
 
 
@@ -158,6 +155,7 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
+EMB=float(os.environ.get("EMB","0.02"))
 class Transformer(nn.Module):
     """A decoder-only language model."""
 
@@ -170,7 +168,7 @@ class Transformer(nn.Module):
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
                 deep = name.endswith(("o_proj.weight", "down_proj.weight"))        # these add to the stream: start smaller
-                std = 0.02 if "embed" in name else parameter.shape[1] ** -0.5 / (len(self.model.layers) ** 0.5 if deep else 1)
+                std = EMB if "embed" in name else parameter.shape[1] ** -0.5 / (len(self.model.layers) ** 0.5 if deep else 1)
                 nn.init.normal_(parameter, std=std, generator=generator)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight

@@ -30,7 +30,7 @@ def draw_key(*parts) -> int:
     return int.from_bytes(blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 1
 
 
-def uniform(keys: Tensor, positions: Tensor | int) -> Tensor:
+def uniform(keys: Tensor, positions: Tensor) -> Tensor:
     """Return a number in (0, 1) for every key at a position: a counter-based hash with 24 random bits.
 
     Source: the finaliser of SplitMix64 (Steele, Lea, Flood 2014), in wrapping int64 arithmetic.

@@ -173,11 +173,11 @@ def logging_assistant(problem: Problem, dialogue: list[dict], rng: random.Random
     if not missing:
         if choice < 0.75:
             return problem.solution
-        return rng.choice(["Can you tell me more?", *(question(fact) for fact in problem.facts)])
+        return rng.choice(["Can you tell me everything?", *(question(fact) for fact in problem.facts)])
     if choice < 0.20:
         return guessed_solution(problem, revealed, rng)
     if choice < 0.30:
-        return rng.choice(["What are all the numbers?", "Can you tell me more?"])
+        return rng.choice(["What are all the numbers?", "Can you tell me everything?"])
     if choice < 0.38:
         return question(rng.choice(problem.facts))                                 # perhaps one that was told already
     ask = question(problem.facts[rng.choice(missing)])
@@ -322,7 +322,7 @@ def main() -> None:
     problem = generate_problems("test", 1)[0]
     print(f"goal: {problem.goal}\n")
     dialogue = []
-    for said in (None, question(problem.facts[0]), "Can you tell me more?", "2 + 2 = 5.", question(problem.facts[0])):
+    for said in (None, question(problem.facts[0]), "Can you tell me everything?", "2 + 2 = 5.", question(problem.facts[0])):
         if said:
             dialogue.append({"role": "assistant", "content": said})
         outcomes = human(problem, dialogue)

@@ -129,7 +129,7 @@ def generate_row(rng: random.Random) -> dict:
 
 def marked_answer(text: str) -> str | None:
     """Return what stands behind the last `####` or inside the last `\\boxed{}` of a text, None if there is no marker."""
-    markers = list(re.finditer(r"####[ \t]*([^\n]*)|\\boxed\{([^{}\n]*)\}", text))
+    markers = list(re.finditer(r"####((?:(?!####|\\boxed)[^\n])*)|\\boxed\{([^{}\n]*)\}", text))
     return (markers[-1][1] or markers[-1][2] or "").strip() if markers else None
 
 

@@ -1,0 +1,122 @@
+"""Whole dialogues: who speaks, when they end, and what is recorded."""
+
+import pytest
+import torch
+
+from model import token_logprobs
+from rollout import pad, rollout
+from simulator import LEAVE, ModelUser, ScriptedUser
+from tasks import generate_problems
+
+PROBLEMS = generate_problems("train", 6)
+
+
+def keys(n=6, seed=0):
+    return [(seed, "test", 0, i, 0) for i in range(n)]
+
+
+class Answers:
+    """A user whose messages are given, the same in every dialogue."""
+
+    def __init__(self, *replies):
+        self.replies = replies
+
+    def begin(self, problems, keys):
+        self.turn = 0
+
+    def reply(self, rows, dialogues):
+        self.turn += 1
+        return [self.replies[(self.turn - 1) % len(self.replies)]] * len(rows)
+
+
+def test_trajectories_hold_together(chat, model):
+    """Masked tokens decode to the assistant's messages, the user's tokens are 0 in the mask, and log-probabilities recorded
+    while sampling equal those that the training forward computes."""
+    trajectories = rollout(model, chat, ScriptedUser(), PROBLEMS, keys(), horizon=3, max_new_tokens=7)
+    tokens, mask, logprobs = pad(trajectories)
+    assert torch.allclose(token_logprobs(model, tokens, mask).float(), logprobs, atol=1e-5)
+    for t in trajectories:
+        assert len(t.tokens) == len(t.action_mask) == len(t.logprobs)
+        assert sum(t.action_mask) <= 7 * t.turns and t.turns == sum(m["role"] == "assistant" for m in t.messages)
+        ids = chat.open(t.messages[0]["content"])
+        assert t.tokens[:len(ids)] == ids and not any(t.action_mask[:len(ids)])
+
+
+def test_the_same_keys_give_the_same_dialogues_and_other_keys_others(chat, model):
+    def texts(seed):
+        return [t.messages for t in rollout(model, chat, ScriptedUser(), PROBLEMS, keys(seed=seed), horizon=2, max_new_tokens=6)]
+    assert texts(0) == texts(0) != texts(1)
+
+
+def test_a_dialogue_does_not_depend_on_who_shares_its_batch(chat, model):
+    user = ModelUser(model, chat, max_new_tokens=6)
+    together = rollout(model, chat, user, PROBLEMS, keys(), horizon=3, max_new_tokens=6)
+    for i, t in enumerate(together):
+        alone, = rollout(model, chat, user, PROBLEMS[i:i + 1], keys()[i:i + 1], horizon=3, max_new_tokens=6)
+        assert alone.tokens == t.tokens and alone.messages == t.messages and alone.ended == t.ended
+
+
+def test_an_unmarked_dialogue_ends_at_the_horizon_without_reward(chat, model):
+    for t in rollout(model, chat, Answers(("5", None)), PROBLEMS, keys(), horizon=2, max_new_tokens=4):
+        assert (t.ended, t.reward, t.turns) == ("horizon", 0.0, 2)
+        assert t.messages[-1]["role"] == "assistant"
+
+
+def test_a_user_who_leaves_ends_the_dialogue_and_keeps_their_last_words(chat, model):
+    for t in rollout(model, chat, Answers(("hi", None), ("it's 5", "left")), PROBLEMS, keys(), horizon=4, max_new_tokens=4):
+        assert (t.ended, t.reward, t.turns) == ("left", 0.0, 1)
+        assert t.messages[-1] == {"role": "user", "content": "it's 5"}
+
+
+def test_a_full_context_ends_the_dialogue_as_truncated_not_in_an_exception(chat, model):
+    for t in rollout(model, chat, Answers(("hi", None), ("long " * 600, None)), PROBLEMS, keys(), horizon=4, max_new_tokens=4):
+        assert (t.ended, t.reward, t.turns) == ("truncated", 0.0, 1)
+
+
+def test_a_user_who_never_opens_leaves_an_empty_dialogue(chat, model):
+    for t in rollout(model, chat, Answers(("", "left")), PROBLEMS, keys(), horizon=4, max_new_tokens=4):
+        assert (t.ended, t.reward, t.turns, sum(t.action_mask)) == ("left", 0.0, 0, 0)
+
+
+@pytest.fixture
+def parrot(chat, model):
+    """A policy that always says the worked answer of the first problem: its logits are overwritten by position."""
+    def at(hidden):
+        logits = torch.full((*hidden.shape[:-1], chat.vocab_size), -100.0, dtype=torch.float64)
+        logits[..., script[min(at.said, len(script) - 1)]] = 100.0
+        at.said += 1
+        return logits
+    script, at.said = [*chat.encode(PROBLEMS[0].solution), chat.end], 0
+    model.logits = at
+    return model
+
+
+def test_a_marked_answer_ends_the_dialogue_and_is_graded(chat, parrot):
+    user = Answers(("hi", None))
+    for problem, expected in ((PROBLEMS[0], 1.0), (PROBLEMS[2], float(PROBLEMS[2].answer == PROBLEMS[0].answer))):
+        parrot.logits.said = 0
+        t, = rollout(parrot, chat, user, [problem], keys(1), horizon=4, max_new_tokens=40)
+        assert (t.ended, t.reward, t.turns, t.cut) == ("answer", expected, 1, 0)
+        assert t.messages[-1]["content"] == PROBLEMS[0].solution
+
+
+def test_logged_contexts_are_no_actions(chat, model):
+    context = [{"role": "user", "content": "how many?"}, {"role": "assistant", "content": "How many at first?"},
+               {"role": "user", "content": "7"}]
+    t, = rollout(model, chat, ScriptedUser(), PROBLEMS[:1], keys(1), horizon=1, max_new_tokens=5, contexts=[context])
+    ids = chat.render(context)[0]
+    assert t.tokens[:len(ids)] == ids and sum(t.action_mask[:len(ids)]) == 0 < sum(t.action_mask)
+    assert t.messages[:3] == context and len(t.messages) == 4
+
+
+def test_a_cut_reply_is_marked_and_its_forced_end_of_turn_is_no_action(chat, parrot):
+    t, = rollout(parrot, chat, Answers(("5", None)), PROBLEMS[:1], keys(1), horizon=2, max_new_tokens=3)
+    assert t.cut == 2
+    start = len(chat.open("5"))
+    assert t.action_mask[start:start + 4] == [1, 1, 1, 0] and t.tokens[start + 3] == chat.end
+
+
+def test_the_leaving_phrase_ends_a_scripted_dialogue(chat, model):
+    leaver = ScriptedUser(lambda problem, dialogue: [(LEAVE, 1.0)] if dialogue else [("hi", 1.0)])
+    t, = rollout(model, chat, leaver, PROBLEMS[:1], keys(1), horizon=3, max_new_tokens=4)
+    assert t.ended == "left" and LEAVE not in str(t.messages)
