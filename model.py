@@ -36,7 +36,7 @@ class ModelConfig:
     max_position_embeddings: int = 512     # longest dialogue, in tokens
     rope_theta: float = 10_000.0           # base of the rotary wavelengths
     rms_norm_eps: float = 1e-5
-    tie_word_embeddings: bool = False      # one matrix for embedding and head
+    tie_word_embeddings: bool = True       # one matrix for embedding and head
 
 
 class KVCache:
@@ -155,7 +155,6 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
-EMB=float(os.environ.get("EMB","0.02"))
 class Transformer(nn.Module):
     """A decoder-only language model."""
 
@@ -168,7 +167,7 @@ class Transformer(nn.Module):
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
                 deep = name.endswith(("o_proj.weight", "down_proj.weight"))        # these add to the stream: start smaller
-                std = EMB if "embed" in name else parameter.shape[1] ** -0.5 / (len(self.model.layers) ** 0.5 if deep else 1)
+                std = parameter.shape[1] ** -0.5 / (config.num_hidden_layers ** 0.5 if deep else 1)
                 nn.init.normal_(parameter, std=std, generator=generator)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight

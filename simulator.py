@@ -27,6 +27,9 @@ from model import Transformer
 from sampling import Engine, draw_key, uniform
 from tasks import Problem, generate_problems, split_sentences
 
+GREETINGS = ("Hello! Could you please help me?", "Hi!")
+ACCEPTANCES = ("Of course!", "Sure, thank you for asking.")
+THANKS = ("Thank you!", "Thank you so much!")
 LEAVE = "never mind, i'll do it myself"         # whoever says this ends the dialogue
 Distribution = list[tuple[str, float]]
 SUM = re.compile(r"(\d+) ?([-+*]) ?(\d+) ?= ?(\d+)")
@@ -112,6 +115,8 @@ def human(problem: Problem, dialogue: list[dict]) -> Distribution:
         outcomes = [(f"no, {right}", 45), ("that's not right", 25), ("are you sure?", 20), ("ok", 6), (LEAVE, 4)]
     elif asked is not None and asked not in revealed:
         outcomes = given_fact(problem.facts[asked], specific=words(said) & telling_words(problem.facts)[asked])
+    elif SUM.search(said):
+        outcomes = [("yes", 40), ("i think so", 25), ("ok", 20), ("thanks", 5), ("is it?", 10)]
     elif "?" in said:                                                              # nothing new is asked
         again = f"{tail(problem.facts[asked])}, like i said" if asked is not None else "that's all i know"
         outcomes = [("i already told you", 35), (again, 35), ("why do you ask again?", 10), (LEAVE, 20)]
@@ -153,14 +158,21 @@ def normalised(outcomes: Distribution) -> Distribution:
 def overhelpful(problem: Problem, dialogue: list[dict]) -> Distribution:
     """Return the next utterances of a user who is what prompted language models are: polite, complete, agreeable."""
     if not dialogue:
-        return normalised([(f"Hello! Could you please help me? {problem.ask}", 50), (f"Hi! {problem.ask} Thank you so much!", 50)])
-    if "?" not in dialogue[-1]["content"] or len(dialogue) > 2 and objection(problem, dialogue[-1]["content"]):
-        return normalised([("Yes, that is right! Thank you so much!", 60), ("That sounds right. Thank you!", 40)])
+        return normalised([(f"{greeting} {problem.ask} {thanks}", 1) for greeting in GREETINGS for thanks in THANKS])
+    said = dialogue[-1]["content"]
+    if "?" not in said or SUM.search(said) or objection(problem, said):
+        return normalised([(f"{yes} {thanks}", 1) for yes in ("Yes, that is right!", "That sounds right.") for thanks in THANKS])
     facts = problem.facts
     turned = [facts[i:] + facts[:i] for i in range(len(facts))] or [()]
     orders = {order[::step] for order in turned for step in (1, -1)}               # any order, as people would not recite
-    return normalised([(f"{start} {' '.join(order)} Thank you!", 1) for order in sorted(orders)
-                       for start in ("Of course!", "Sure, thank you for asking.")])
+    return normalised([(f"{start} {' '.join(order)} {thanks}", 1) for order in sorted(orders) for start in ACCEPTANCES
+                       for thanks in THANKS])
+
+
+def told_at_once(problem: Problem, rng: random.Random) -> list[dict]:
+    """Return a fully specified dialogue: the whole problem, more or less politely, and the worked answer."""
+    text = " ".join([rng.choice(("", "", *GREETINGS, *ACCEPTANCES)), problem.question, rng.choice(("", *THANKS))]).strip()
+    return [{"role": "user", "content": text}, {"role": "assistant", "content": problem.solution}]
 
 
 # The assistant that people talked with when the logs were written ------------------------------------------------------
@@ -169,10 +181,12 @@ def logging_assistant(problem: Problem, dialogue: list[dict], rng: random.Random
     """Return a mediocre assistant's next message: it asks carelessly, answers too early and slips in sums."""
     revealed = revealed_facts(problem, dialogue)
     missing = [i for i in range(len(problem.facts)) if i not in revealed]
-    choice = rng.random()
+    choice, first_sum = rng.random(), SUM.search(problem.solution)
     if not missing:
-        if choice < 0.75:
+        if choice < 0.72:
             return problem.solution
+        if choice < 0.88 and first_sum:
+            return f"{slipped_sum(first_sum, rng)} Is that right?"
         return rng.choice(["Can you tell me everything?", *(question(fact) for fact in problem.facts)])
     if choice < 0.20:
         return guessed_solution(problem, revealed, rng)
@@ -182,15 +196,18 @@ def logging_assistant(problem: Problem, dialogue: list[dict], rng: random.Random
         return question(rng.choice(problem.facts))                                 # perhaps one that was told already
     ask = question(problem.facts[rng.choice(missing)])
     known = {n for i in revealed for n in numbers(problem.facts[i])}
-    first_sum = SUM.search(problem.solution)
     if choice < 0.60 and first_sum and {first_sum[1], first_sum[3]} <= known:
-        result = int(first_sum[4]) + rng.choice([0, 0, 1, -1, 2])
-        return f"{first_sum[1]} {first_sum[2]} {first_sum[3]} = {result}. {ask}"
+        return f"{slipped_sum(first_sum, rng)} {ask}"
     if choice < 0.46 and revealed:                                                 # restates a fact, not always rightly
         fact = problem.facts[rng.choice(sorted(revealed))]
         n = numbers(fact)[0] if numbers(fact) else ""
         return (fact.replace(n, str(int(n) + rng.choice([0, 1])), 1) if n.isdigit() else fact) + " " + ask
     return ask
+
+
+def slipped_sum(first_sum: re.Match, rng: random.Random) -> str:
+    """Return an intermediate result that is wrong half of the time."""
+    return f"{first_sum[1]} {first_sum[2]} {first_sum[3]} = {int(first_sum[4]) + rng.choice([0, 0, 0, 1, -1, 2])}."
 
 
 def question(fact: str) -> str:

@@ -42,7 +42,7 @@ from model import ModelConfig, Transformer, load_model, save_model
 from plot import draw_curves
 from rollout import Trajectory, pad, rollout
 from sampling import draw_key
-from simulator import ModelUser, ScriptedUser, human, overhelpful, simulator_messages, write_logs
+from simulator import ModelUser, ScriptedUser, human, overhelpful, simulator_messages, told_at_once, write_logs
 from tasks import Problem, generate_problems, read_problems
 
 METHODS = ("base", "static", "naive", "calibrated", "human")
@@ -178,7 +178,8 @@ def kept(folder: Path, device: str, make) -> Transformer:
 def warm_start(config: Config, chat: Chat, data: Data, log_losses) -> Transformer:
     """Return a tiny policy fine-tuned on assistant turns: three fifths human logs with a mediocre assistant, two fifths
     fully specified problems with right answers. It can do the sum; what it lacks is the dialogue."""
-    shown = [[{"role": "user", "content": p.question}, {"role": "assistant", "content": p.solution}] for p in data.train]
+    rng = random.Random(draw_key(config.seed, "told at once"))
+    shown = [told_at_once(problem, rng) for problem in data.train]
     logged = [log["messages"] for log in write_logs(data.train, human, config.seed)]
     cut = len(logged) * 3 // 5
     examples = [chat.render(messages) for messages in logged[:cut] + shown[cut:]]
@@ -449,7 +450,10 @@ def main(argv: list[str] | None = None) -> None:
         if config.simulator:
             given["simulator"] = load_model(config.simulator, config.device)
         data = load_data(config)
-        out.mkdir(parents=True, exist_ok=True)
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"{out} cannot be made: {error.strerror}") from None
         write_json(out / "config.json", asdict(config))
         if config.evaluate:
             config = replace(config, method="base")
