@@ -229,8 +229,8 @@ def main() -> None:
     parser.add_argument("--simulator", help="folder of the naive simulator (default: train a tiny over-helpful one first)")
     parser.add_argument("--human-logs", help="JSONL of human dialogues (default: the scripted human's)")
     parser.add_argument("--out", help="folder for the calibrated simulator, which must not exist (default: not saved)")
-    parser.add_argument("--steps", type=int, default=1200, help="fine-tuning steps (default: 1200)")
-    parser.add_argument("--batch", type=int, default=64, help="dialogues a step (default: 64)")
+    parser.add_argument("--steps", type=int, default=1600, help="fine-tuning steps (default: 1600)")
+    parser.add_argument("--batch", type=int, default=32, help="dialogues a step (default: 32)")
     parser.add_argument("--lr", type=float, default=3e-3, help="largest learning rate (default: 0.003)")
     parser.add_argument("--seed", type=int, default=0)
     parser.error = fail
@@ -254,7 +254,7 @@ def main() -> None:
         if naive is None:
             naive = Transformer(ModelConfig(vocab_size=chat.vocab_size), draw_key(args.seed, "simulator weights"))
             examples = [chat.render(simulator_messages(log)) for log in write_logs(problems, overhelpful, args.seed)]
-            sft(naive, examples, steps=400, batch=64, lr=3e-3, seed=args.seed, title="naive simulator")
+            sft(naive, examples, steps=800, batch=32, lr=3e-3, seed=args.seed, title="naive simulator")
         calibrated = copy.deepcopy(naive)
         losses = calibrate(calibrated, chat, logs, steps=args.steps, batch=args.batch, lr=args.lr, seed=args.seed)
     except (ValueError, FloatingPointError) as error:
