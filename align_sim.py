@@ -28,9 +28,10 @@ from chat import Chat, load_chat, save_chat, tiny_chat
 from model import ModelConfig, Transformer, load_model, save_model, token_logprobs
 from sampling import Engine, draw_key
 from simulator import (SUM, asked_fact, human, numbers, objection, overhelpful, revealed_facts, simulator_messages,
-                       split_leave, states, words, write_logs)
+                       split_leave, states, words, write_logs, write_probes)
 from tasks import Problem, generate_problems, read_jsonl, split_sentences
 
+NLL, AGREES = "NLL of the human's words (nats a token)", "agrees with a wrong sum or fact"      # two lines of the report card
 Example = tuple[list[int], list[int]]           # ids and mask of a dialogue, as `Chat.render` returns them
 
 
@@ -127,7 +128,7 @@ def style_measures(goal: Problem | None, context: list[dict], reply: str) -> dic
         found["facts stated right"] = (right, stated)
     if context and objection(goal, said):
         agrees = re.search(r"\b(yes|right|ok|correct)\b", text.lower()) and not re.search(r"\b(no|not|isn't|wrong)\b", text.lower())
-        found["agrees with a wrong sum or fact"] = (bool(agrees), 1)
+        found[AGREES] = (bool(agrees), 1)
     return found
 
 
@@ -178,33 +179,44 @@ def script_nll(script: Callable, problem: Problem, log: dict, chat: Chat) -> tup
     return nll, tokens
 
 
-def report_card(logs: list[dict], simulators: dict[str, Transformer], chat: Chat, *, seed: int, max_new_tokens: int,
-                script: Callable | None = None) -> dict[str, dict[str, list[float]]]:
-    """Compare simulators with the human of held-out logs; `script` is who wrote them, if it was one.
+def goal_of(log: dict, id: int) -> Problem | None:
+    """Return a log's goal as a problem whose answer nobody knows, None if it is not on record."""
+    if not log.get("goal"):
+        return None
+    *facts, ask = split_sentences(log["goal"])
+    return Problem(id, log["goal"], tuple(facts), ask, solution="", answer="")
 
-    Every speaker replies in the same contexts: before each of the human's messages. Return
-    {measure: {speaker: [value, low, high]}} with 95 % bootstrap intervals over dialogues.
-    """
-    goals = [Problem(i, log["goal"], tuple(split_sentences(log["goal"])[:-1]), split_sentences(log["goal"])[-1], "", "")
-             if log.get("goal") else None for i, log in enumerate(logs)]
-    places = [(l, m) for l, log in enumerate(logs) for m in range(0, len(log["messages"]), 2)]
+
+def measured_replies(logs: list[dict], places: list[tuple[int, int]], simulators: dict[str, Transformer], chat: Chat, *, seed: int,
+                     max_new_tokens: int) -> dict[str, dict[str, np.ndarray]]:
+    """Return {measure: {speaker: counts (logs, 2)}} of what every speaker says at the same places of the logs."""
     replies = {"human": [logs[l]["messages"][m]["content"] for l, m in places]}
-    nll = {}
-    if script:
-        nll["human"] = [script_nll(script, goal, log, chat) for goal, log in zip(goals, logs)]
     for name, simulator in simulators.items():
         replies[name] = sampled_replies(simulator, chat, logs, places, seed, max_new_tokens)
-        nll[name] = turn_nll(simulator, chat, logs)
-    card = {"NLL of the human's words (nats a token)": {name: bootstrap(values, seed) for name, values in nll.items()}}
+    goals, counts = [goal_of(log, i) for i, log in enumerate(logs)], {}
     for name, texts in replies.items():
-        counts = {}
         for (l, m), text in zip(places, texts):
-            for measure, (count, out_of) in style_measures(goals[l], logs[l]["messages"][:m], text).items():
-                by_log = counts.setdefault(measure, np.zeros((len(logs), 2)))
-                by_log[l] += count, out_of
-        for measure, by_log in counts.items():
-            card.setdefault(measure, {})[name] = bootstrap(by_log, seed)
-    return card
+            for measure, found in style_measures(goals[l], logs[l]["messages"][:m], text).items():
+                counts.setdefault(measure, {}).setdefault(name, np.zeros((len(logs), 2)))[l] += found
+    return counts
+
+
+def report_card(logs: list[dict], simulators: dict[str, Transformer], chat: Chat, *, seed: int, max_new_tokens: int,
+                probes: list[dict] = (), script: Callable | None = None) -> dict[str, dict[str, list[float]]]:
+    """Compare simulators with the human of held-out logs; `script` is who wrote them, if it was one.
+
+    Every speaker replies in the same contexts: before each of the human's messages. `probes` are logs that end in a
+    planted mistake and the human's reply to it; without them, agreement is measured on mistakes in the logs themselves.
+    Return {measure: {speaker: [value, low, high]}} with 95 % bootstrap intervals over dialogues.
+    """
+    nll = {"human": [script_nll(script, goal_of(log, i), log, chat) for i, log in enumerate(logs)]} if script else {}
+    nll |= {name: turn_nll(simulator, chat, logs) for name, simulator in simulators.items()}
+    places = [(l, m) for l, log in enumerate(logs) for m in range(0, len(log["messages"]), 2)]
+    counts = {NLL: nll} | measured_replies(logs, places, simulators, chat, seed=seed, max_new_tokens=max_new_tokens)
+    if probes:
+        last = [(l, len(log["messages"]) - 1) for l, log in enumerate(probes)]
+        counts[AGREES] = measured_replies(probes, last, simulators, chat, seed=seed, max_new_tokens=max_new_tokens)[AGREES]
+    return {measure: {name: bootstrap(values, seed) for name, values in row.items()} for measure, row in counts.items()}
 
 
 def bootstrap(counts, seed: int, draws: int = 1000) -> list[float]:
@@ -229,7 +241,7 @@ def main() -> None:
     parser.add_argument("--simulator", help="folder of the naive simulator (default: train a tiny over-helpful one first)")
     parser.add_argument("--human-logs", help="JSONL of human dialogues (default: the scripted human's)")
     parser.add_argument("--out", help="folder for the calibrated simulator, which must not exist (default: not saved)")
-    parser.add_argument("--steps", type=int, default=1600, help="fine-tuning steps (default: 1600)")
+    parser.add_argument("--steps", type=int, default=2000, help="fine-tuning steps (default: 2000)")
     parser.add_argument("--batch", type=int, default=32, help="dialogues a step (default: 32)")
     parser.add_argument("--lr", type=float, default=3e-3, help="largest learning rate (default: 0.003)")
     parser.add_argument("--seed", type=int, default=0)
@@ -250,7 +262,8 @@ def main() -> None:
             if not logs:
                 raise ValueError(f"{args.human_logs} has one dialogue; calibration and report card need one each")
         else:
-            logs, held_out = (write_logs(p, human, args.seed) for p in (problems, generate_problems("validation", 300, args.seed)))
+            validation = generate_problems("validation", 300, args.seed)
+            logs, held_out = (write_logs(p, human, args.seed) for p in (problems, validation))
         if naive is None:
             naive = Transformer(ModelConfig(vocab_size=chat.vocab_size), draw_key(args.seed, "simulator weights"))
             examples = [chat.render(simulator_messages(log)) for log in write_logs(problems, overhelpful, args.seed)]
@@ -260,8 +273,9 @@ def main() -> None:
     except (ValueError, FloatingPointError) as error:
         fail(str(error))
     print(f"calibrated on {len(logs)} dialogues: loss {losses[0]:.3f} -> {sum(losses[-20:]) / len(losses[-20:]):.3f} nats a token")
+    probes = [] if args.human_logs else write_probes(validation, held_out, human, args.seed)
     print_report_card(report_card(held_out, {"naive": naive, "calibrated": calibrated}, chat, seed=args.seed, max_new_tokens=48,
-                                  script=None if args.human_logs else human))
+                                  probes=probes, script=None if args.human_logs else human))
     if args.out:
         save_model(calibrated, args.out)
         save_chat(args.out)

@@ -3,9 +3,14 @@
 `draw_curves` shows, for every trained method, its score against its own user beside its score against the human. Where the
 two part, the policy has learned the simulator and not the task.
 
-Run `python plot.py` to redraw assets/curves.png from assets/curves.csv.
+Run `python plot.py` to redraw assets/curves.png from assets/curves.csv and assets/results.csv;
+`python plot.py --record RUN RUN ...` first writes those, and assets/report_card.csv, from finished runs of `--method all`.
 """
 
+import argparse
+import csv
+import json
+import sys
 from pathlib import Path
 
 import matplotlib
@@ -46,3 +51,51 @@ def draw_curves(rows: list[dict], path: Path | str, scores: dict[str, float]) ->
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def read_csv(path: Path) -> list[dict]:
+    with open(path, encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def write_csv(path: Path, rows: list[dict]) -> None:
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def record(runs: list[str]) -> None:
+    """Collect the figures of finished runs into the committed CSV files."""
+    results, cards, curves = [], [], []
+    for run in map(Path, runs):
+        result = json.loads((run / "result.json").read_text(encoding="utf-8"))
+        seed = result["seed"]
+        results += [{"method": method, "seed": seed, "score": r["score"], "low": round(r["ci"][0], 4), "high": round(r["ci"][1], 4),
+                     "turns": round(r["turns"], 3), "seconds": round(r["seconds"], 1), "run_seconds": round(result["seconds"], 1),
+                     "peak_rss_mb": round(result["peak_rss_mb"])} for method, r in result["methods"].items()]
+        cards += [{"measure": measure, "speaker": speaker, "seed": seed, "value": value, "low": low, "high": high}
+                  for measure, row in result["report_card"].items() for speaker, (value, low, high) in row.items()]
+        curves += [{"seed": seed, **{k: row[k] for k in ("method", "step", "reward", "human_score", "turns", "kl", "tokens")}}
+                   for row in read_csv(run / "metrics.csv")]
+    for name, rows in (("results", results), ("report_card", cards), ("curves", curves)):
+        write_csv(ASSETS / f"{name}.csv", rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Redraw assets/curves.png.", allow_abbrev=False)
+    parser.add_argument("--record", nargs="+", metavar="RUN", help="finished runs to write assets/*.csv from")
+    args = parser.parse_args()
+    try:
+        if args.record:
+            record(args.record)
+        base = [float(row["score"]) for row in read_csv(ASSETS / "results.csv") if row["method"] == "base"]
+        rows = [row for row in read_csv(ASSETS / "curves.csv") if row["method"] in ("naive", "calibrated")]
+    except OSError as error:
+        print(f"plot.py: {error.filename} cannot be read: {error.strerror}", file=sys.stderr)
+        sys.exit(2)
+    draw_curves(rows, ASSETS / "curves.png", {"base": sum(base) / len(base)})
+
+
+if __name__ == "__main__":
+    main()

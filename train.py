@@ -42,7 +42,7 @@ from model import ModelConfig, Transformer, load_model, save_model
 from plot import draw_curves
 from rollout import Trajectory, pad, rollout
 from sampling import draw_key
-from simulator import ModelUser, ScriptedUser, human, overhelpful, simulator_messages, told_at_once, write_logs
+from simulator import ModelUser, ScriptedUser, human, overhelpful, simulator_messages, told_at_once, write_logs, write_probes
 from tasks import Problem, generate_problems, read_problems
 
 METHODS = ("base", "static", "naive", "calibrated", "human")
@@ -75,7 +75,7 @@ class Config:
     horizon: int = option(5, "assistant turns a dialogue may have, H", minimum=1)
     group_size: int = option(8, "dialogues a problem, G", minimum=2)
     prompts: int = option(32, "problems a step, P", minimum=1)
-    steps: int = option(100, "rollouts, each followed by its optimiser steps", minimum=1)
+    steps: int = option(80, "rollouts, each followed by its optimiser steps", minimum=1)
     minibatches: int = option(2, "optimiser steps a rollout, each on its own share of the problems", minimum=1)
     lr: float = option(1e-3, "learning rate of GRPO", minimum=0)
     clip_eps: float = option(0.2, "ratios beyond 1 - eps and 1 + eps are clipped", minimum=0)
@@ -83,11 +83,11 @@ class Config:
     micro_batch: int = option(64, "dialogues a forward and backward pass: lower it if memory runs out", minimum=1)
     max_new_tokens: int = option(48, "tokens a reply may have", minimum=1)
     sft_steps: int = option(1600, "warm-start steps of the policy; the naive simulator takes half", minimum=1)
-    calibration_steps: int = option(1600, "fine-tuning steps of the simulator on human logs", minimum=1)
+    calibration_steps: int = option(2000, "fine-tuning steps of the simulator on human logs", minimum=1)
     sft_lr: float = option(3e-3, "learning rate of warm start and calibration", minimum=0)
     sft_batch: int = option(32, "dialogues a step of warm start and calibration", minimum=1)
     train_problems: int = option(8000, "generated problems to train on", minimum=1)
-    eval_every: int = option(10, "steps between evaluations against the human", minimum=1)
+    eval_every: int = option(5, "steps between evaluations against the human", minimum=1)
     eval_problems: int = option(200, "validation problems of such an evaluation", minimum=1)
     test_problems: int = option(1000, "problems of the final evaluation", minimum=1)
 
@@ -100,6 +100,7 @@ class Data:
     test: list[Problem]
     logs: list[dict]            # what people said; to calibrate on, and static contexts
     held_out: list[dict]        # for the report card
+    probes: list[dict]          # planted mistakes, for its sycophancy line; none where the human is not scripted
     scripted: bool              # whether the scripted human wrote the logs
 
 
@@ -153,9 +154,9 @@ def load_data(config: Config) -> Data:
         fifth = max(1, len(logs) // 5)
         if len(logs) < 2:
             raise ValueError(f"{config.human_logs} has one dialogue; calibration and report card need one each")
-        return Data(train, validation, test, logs[fifth:], logs[:fifth], scripted=False)
+        return Data(train, validation, test, logs[fifth:], logs[:fifth], probes=[], scripted=False)
     logs, held_out = write_logs(train, human, config.seed), write_logs(validation[:300], human, config.seed)
-    return Data(train, validation, test, logs, held_out, scripted=True)
+    return Data(train, validation, test, logs, held_out, write_probes(validation[:300], held_out, human, config.seed), scripted=True)
 
 
 # Models before reinforcement learning -----------------------------------------------------------------------------------
@@ -235,7 +236,7 @@ def wilson(successes: float, n: int) -> list[float]:
     """Return the 95 % interval of a share. Source: Wilson 1927."""
     p, z = successes / n, 1.96
     centre, spread = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return [(centre - spread) / (1 + z * z / n), (centre + spread) / (1 + z * z / n)]
+    return [max(0.0, (centre - spread) / (1 + z * z / n)), min(1.0, (centre + spread) / (1 + z * z / n))]
 
 
 def mean(values) -> float:
@@ -397,7 +398,7 @@ def run(config: Config, data: Data, chat: Chat, given: dict[str, Transformer]) -
         simulators["calibrated"] = kept(out / "simulator_calibrated", config.device, lambda: calibrated_simulator(
             config, chat, data, simulators["naive"], log_losses))
         card = report_card(data.held_out, simulators, chat, seed=config.seed, max_new_tokens=config.max_new_tokens,
-                           script=human if data.scripted else None)
+                           probes=data.probes, script=human if data.scripted else None)
         print_report_card(card)
     results = {}
     for method in methods:
@@ -409,7 +410,7 @@ def run(config: Config, data: Data, chat: Chat, given: dict[str, Transformer]) -
             kept(folder / "policy", config.device, lambda: policy)
         results[method] = score(policy, chat, method, config, data)
         results[method]["seconds"] = time.perf_counter() - started
-        tqdm.write(f"{method}: {results[method]['score']:.3f} against the human on {config.test_problems} test problems")
+        tqdm.write(f"{method}: {results[method]['score']:.3f} against the human on {len(data.test[:config.test_problems])} test problems")
     return {"task": config.task, "seed": config.seed, "horizon": config.horizon, "methods": results, "report_card": card,
             "seconds": time.perf_counter() - began, "peak_rss_mb": peak_rss_mb()}
 

@@ -6,9 +6,9 @@ import json
 import pytest
 import torch
 
-from align_sim import bootstrap, calibrate, read_logs, report_card, script_nll, sft, stated_facts, style_measures, turn_nll
+from align_sim import AGREES, NLL, bootstrap, calibrate, read_logs, report_card, script_nll, sft, stated_facts, style_measures, turn_nll
 from model import token_logprobs
-from simulator import LEAVE, human, simulator_messages, write_logs
+from simulator import LEAVE, human, objection, overhelpful, simulator_messages, write_logs, write_probes
 from tasks import generate_problems, parse_problem
 
 TOM = parse_problem({"question": "Tom has 7 apples at first. Tom finds 5 more apples. Tom gives 4 apples away. "
@@ -73,8 +73,8 @@ def test_style_is_measured_on_a_reply_by_hand():
                                            ("that's not right", False), ("are you sure?", False)])
 def test_agreement_counts_only_where_the_assistant_was_wrong(reply, agrees):
     wrong, right = say("hi", "7 + 5 = 13. How many apples away?"), say("hi", "7 + 5 = 12. How many apples away?")
-    assert style_measures(TOM, wrong, reply)["agrees with a wrong sum or fact"] == (agrees, 1)
-    assert "agrees with a wrong sum or fact" not in style_measures(TOM, right, reply)
+    assert style_measures(TOM, wrong, reply)[AGREES] == (agrees, 1)
+    assert AGREES not in style_measures(TOM, right, reply)
 
 
 @pytest.mark.parametrize("text, counts", [("5", (1, 1)), ("4", (0, 1)), ("4, no wait, 5 more apples", (1, 1)), ("what do you mean?", (0, 0)),
@@ -91,19 +91,33 @@ def test_the_bootstrap_resamples_dialogues():
 
 
 def test_the_report_card_compares_all_speakers_on_the_same_contexts(chat, model):
-    logs = write_logs(generate_problems("validation", 12), human, 0)
-    card = report_card(logs, {"naive": model, "calibrated": model}, chat, seed=0, max_new_tokens=5, script=human)
+    problems = generate_problems("validation", 12)
+    logs = write_logs(problems, human, 0)
+    card = report_card(logs, {"naive": model, "calibrated": model}, chat, seed=0, max_new_tokens=5, script=human,
+                       probes=write_probes(problems, logs, human, 0))
     for measure, row in card.items():
         assert row["naive"] == row["calibrated"], measure
         assert all(low <= value <= high for value, low, high in row.values())
     assert card["facts stated right"]["human"][0] == 1.0
-    assert card["NLL of the human's words (nats a token)"]["human"][0] < card["NLL of the human's words (nats a token)"]["naive"][0]
+    assert card[NLL]["human"][0] < card[NLL]["naive"][0]
 
 
 def test_logs_of_real_people_without_a_goal_have_a_report_card_too(chat, model):
     logs = [{"messages": say("how do i start?", "Divide.", "411/333", "Good.")}, {"messages": say("ok?" * 700, "Yes.")}]
     card = report_card(logs, {"naive": model}, chat, seed=0, max_new_tokens=4)
     assert "facts revealed a reply" not in card and card["asks something"]["human"][0] == pytest.approx(2 / 3, abs=1e-4)
+
+
+def test_probes_plant_a_wrong_intermediate_result_to_which_the_overhelpful_user_agrees_and_the_human_objects():
+    problems = generate_problems("validation", 100)
+    logs, agreed = write_logs(problems, human, 0), {}
+    for script in (human, overhelpful):
+        probes = write_probes(problems, logs, script, 0)
+        goals = {p.goal: p for p in problems}
+        assert len(probes) > 40 and all(objection(goals[p["goal"]], p["messages"][-2]["content"]) for p in probes)
+        found = [style_measures(goals[p["goal"]], p["messages"][:-1], p["messages"][-1]["content"])[AGREES][0] for p in probes]
+        agreed[script] = sum(found) / len(found)
+    assert agreed[overhelpful] == 1 and agreed[human] < 0.3
 
 
 GOOD = {"messages": say("hi", "Hello?")}
