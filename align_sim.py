@@ -25,11 +25,11 @@ import torch
 from tqdm import tqdm
 
 from chat import Chat, load_chat, save_chat, tiny_chat
+from logs import read_logs, split_logs, write_logs, write_probes
 from model import ModelConfig, Transformer, load_model, save_model, token_logprobs
 from sampling import Engine, draw_key
-from simulator import (SUM, asked_fact, human, numbers, objection, overhelpful, revealed_facts, simulator_messages,
-                       split_leave, states, words, write_logs, write_probes)
-from tasks import Problem, generate_problems, read_jsonl, split_sentences
+from simulator import SUM, asked_fact, human, numbers, objection, overhelpful, revealed_facts, simulator_messages, split_leave, states, words
+from tasks import Problem, generate_problems, split_sentences
 
 NLL, AGREES = "NLL of the human's words (nats a token)", "agrees with a wrong sum or fact"      # two lines of the report card
 Example = tuple[list[int], list[int]]           # ids and mask of a dialogue, as `Chat.render` returns them
@@ -76,27 +76,12 @@ def pad_examples(examples: list[Example], device) -> tuple[torch.Tensor, torch.T
     return tokens, torch.tensor([mask + [0] * (T - len(mask)) for _, mask in examples], device=device).bool()
 
 
-def read_logs(path: str) -> list[dict]:
-    """Read dialogues, a line each: {"messages": [{"role", "content"}, ...]} and optionally "goal", what the user wanted.
-
-    Raises: ValueError naming the file and the line.
-    """
-    logs = []
-    for line, row in read_jsonl(path):
-        where = f"{path}, line {line}"
-        messages = row.get("messages") if isinstance(row, dict) else None
-        if not isinstance(messages, list) or not messages:
-            raise ValueError(f"{where}: expected an object with a list 'messages'")
-        if not isinstance(row.get("goal", ""), str):
-            raise ValueError(f"{where}: 'goal' must be a text, got {row['goal']!r}")
-        for i, message in enumerate(messages):
-            role = ("user", "assistant")[i % 2]
-            if not isinstance(message, dict) or message.get("role") != role:
-                raise ValueError(f"{where}: message {i + 1} must be the {role}'s: the two take turns, the user first")
-            if not isinstance(message.get("content"), str) or not message["content"].strip():
-                raise ValueError(f"{where}: message {i + 1} must have a text that is not empty as 'content'")
-        logs.append(row)
-    return logs
+def naive_simulator(chat: Chat, problems: list[Problem], *, steps: int, batch: int, lr: float, seed: int,
+                    device: str = "cpu") -> tuple[Transformer, list[float]]:
+    """Return a tiny simulator that was fine-tuned on over-helpful users, as prompted language models are, and the losses."""
+    model = Transformer(ModelConfig(vocab_size=chat.vocab_size), draw_key(seed, "simulator weights")).to(device)
+    examples = [chat.render(simulator_messages(log)) for log in write_logs(problems, overhelpful, seed)]
+    return model, sft(model, examples, steps=steps, batch=batch, lr=lr, seed=seed, title="naive simulator")
 
 
 def calibrate(simulator: Transformer, chat: Chat, logs: list[dict], *, steps: int, batch: int, lr: float, seed: int) -> list[float]:
@@ -254,31 +239,25 @@ def main() -> None:
             raise ValueError(f"{args.out} exists: choose another --out")
         chat = load_chat(args.simulator) if args.simulator else tiny_chat()
         naive = load_model(args.simulator) if args.simulator else None
-        problems = generate_problems("train", 8000, args.seed)
+        problems, validation = generate_problems("train", 8000, args.seed), generate_problems("validation", 300, args.seed)
         if args.human_logs:
-            logs = read_logs(args.human_logs)
-            random.Random(draw_key(args.seed, "split logs")).shuffle(logs)
-            held_out, logs = logs[:len(logs) // 5 or 1], logs[len(logs) // 5 or 1:]
-            if not logs:
-                raise ValueError(f"{args.human_logs} has one dialogue; calibration and report card need one each")
+            logs, held_out = split_logs(read_logs(args.human_logs), args.seed)
+            probes, script = [], None
         else:
-            validation = generate_problems("validation", 300, args.seed)
-            logs, held_out = (write_logs(p, human, args.seed) for p in (problems, validation))
+            logs, held_out = write_logs(problems, human, args.seed), write_logs(validation, human, args.seed)
+            probes, script = write_probes(validation, held_out, human, args.seed), human
         if naive is None:
-            naive = Transformer(ModelConfig(vocab_size=chat.vocab_size), draw_key(args.seed, "simulator weights"))
-            examples = [chat.render(simulator_messages(log)) for log in write_logs(problems, overhelpful, args.seed)]
-            sft(naive, examples, steps=800, batch=32, lr=3e-3, seed=args.seed, title="naive simulator")
+            naive, _ = naive_simulator(chat, problems, steps=800, batch=32, lr=3e-3, seed=args.seed)
         calibrated = copy.deepcopy(naive)
         losses = calibrate(calibrated, chat, logs, steps=args.steps, batch=args.batch, lr=args.lr, seed=args.seed)
     except (ValueError, FloatingPointError) as error:
         fail(str(error))
     print(f"calibrated on {len(logs)} dialogues: loss {losses[0]:.3f} -> {sum(losses[-20:]) / len(losses[-20:]):.3f} nats a token")
-    probes = [] if args.human_logs else write_probes(validation, held_out, human, args.seed)
     print_report_card(report_card(held_out, {"naive": naive, "calibrated": calibrated}, chat, seed=args.seed, max_new_tokens=48,
-                                  probes=probes, script=None if args.human_logs else human))
+                                  probes=probes, script=script))
     if args.out:
         save_model(calibrated, args.out)
-        save_chat(args.out)
+        save_chat(chat, args.out)
 
 
 def fail(message: str) -> None:

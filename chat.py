@@ -9,7 +9,7 @@ A chat format is four pieces of ids around the texts:
     head  USER  post  sampled reply <end>  mid  USER  post  sampled reply <end> ...
 
 What somebody wrote is encoded with `encode_ordinary`, so "<|end|>" typed by a user stays text and never ends a turn.
-The embedded tokenizer is byte-level BPE, a small number being one token; `python chat.py --build` rebuilds its ranks.
+The embedded tokenizer is byte-level BPE, a small number being one token; `python logs.py --build-tokenizer` rebuilds its ranks.
 
 Run `python chat.py` to see a dialogue as tokens with its action mask.
 """
@@ -42,6 +42,7 @@ class Chat:
     end: int                                    # the end-of-turn: sampled, hence an action
     stop_ids: frozenset[int]                    # any of these ends a reply; `end` is one of them
     vocab_size: int
+    ranks: Path                                 # the file of the vocabulary
 
     def open(self, text: str) -> list[int]:
         """Return the ids of a dialogue that begins with a user's `text`, up to where the reply starts."""
@@ -94,12 +95,12 @@ def tiny_chat(ranks: Path | str = RANKS) -> Chat:
     return Chat(encode=lambda text: encoding.encode_ordinary(" " + text),
                 decode=lambda ids: encoding.decode(ids).strip(),
                 head=(control[USER],), mid=(control[USER],), post=(control[END], control[ASSISTANT]), end=control[END],
-                stop_ids=frozenset(control.values()), vocab_size=encoding.n_vocab)
+                stop_ids=frozenset(control.values()), vocab_size=encoding.n_vocab, ranks=Path(ranks))
 
 
-def save_chat(folder: str, ranks: Path | str = RANKS) -> None:
-    """Put the embedded tokenizer beside a saved model."""
-    shutil.copyfile(ranks, Path(folder) / "tokenizer.tiktoken")
+def save_chat(chat: Chat, folder: str) -> None:
+    """Put the tokenizer beside a saved model."""
+    shutil.copyfile(chat.ranks, Path(folder) / "tokenizer.tiktoken")
 
 
 def load_chat(folder: str) -> Chat:
@@ -147,12 +148,7 @@ def build_ranks(texts: list[str], path: Path | str = RANKS) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Show a dialogue as tokens, or rebuild the embedded tokenizer.", allow_abbrev=False)
-    parser.add_argument("--build", action="store_true", help="learn the ranks again from generated dialogues")
-    if parser.parse_args().build:
-        from simulator import tokenizer_corpus          # the only use of a later file, and only to build the asset
-        print(f"{build_ranks(tokenizer_corpus())} tokens written to {RANKS}")
-        return
+    argparse.ArgumentParser(description="Show a dialogue as tokens.", allow_abbrev=False).parse_args()
     chat = tiny_chat()
     messages = [{"role": "user", "content": "how many apples does Tom have now?"},
                 {"role": "assistant", "content": "How many apples does Tom have at first?"},

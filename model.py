@@ -16,9 +16,11 @@ Shapes: B rows, T tokens, S cached tokens, V vocabulary, D width, L layers, N qu
 import json
 import os
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -268,6 +270,30 @@ def load_model(folder: str, device: str = "cpu") -> Transformer:
     except Exception as error:
         raise ValueError(f"{folder} is not a model that can be loaded: {str(error).splitlines()[0]}") from None
     return model.to(device)
+
+
+def save_checkpoint(path: Path, step: int, model: Transformer, optimiser: torch.optim.Optimizer) -> None:
+    """Write weights and optimiser state; every random draw is keyed by the step, so nothing else is needed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tensors = {}
+    for i, parameter in enumerate(model.parameters()):
+        tensors |= {f"{i}.{name}": value.detach().cpu().contiguous() for name, value in optimiser.state[parameter].items()}
+        tensors[f"{i}.weight"] = parameter.detach().cpu().contiguous()
+    save_file(tensors, str(path) + ".partial", metadata={"step": str(step)})
+    os.replace(str(path) + ".partial", path)
+
+
+@torch.no_grad()
+def load_checkpoint(path: Path, model: Transformer, optimiser: torch.optim.Optimizer) -> int:
+    """Read what `save_checkpoint` wrote into model and optimiser and return its step; 0 if there is none."""
+    if not path.exists():
+        return 0
+    with safe_open(str(path), framework="pt") as file:
+        for i, parameter in enumerate(model.parameters()):
+            parameter.copy_(file.get_tensor(f"{i}.weight"))
+            optimiser.state[parameter] = {name: file.get_tensor(f"{i}.{name}").to("cpu" if name == "step" else parameter.device)
+                                          for name in ("step", "exp_avg", "exp_avg_sq")}
+        return int(file.metadata()["step"])
 
 
 def main() -> None:

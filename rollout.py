@@ -11,17 +11,21 @@ Shapes: B dialogues, T tokens.
 """
 
 import argparse
+import json
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from chat import Chat, load_chat
+from logs import write_logs
 from model import Transformer, load_model
 from sampling import Engine, draw_key
-from simulator import KeyboardUser, ModelUser, ScriptedUser, human, write_logs
+from simulator import KeyboardUser, ModelUser, ScriptedUser, human
 from tasks import Problem, generate_problems, marked_answer, read_problems, reward
 
 
@@ -99,6 +103,32 @@ def pad(trajectories: list[Trajectory], device=None) -> tuple[Tensor, Tensor, Te
     tokens, action_mask, logprobs = zip(*rows)
     return (torch.tensor(tokens, device=device), torch.tensor(action_mask, device=device).bool(),
             torch.tensor(logprobs, device=device))
+
+
+def evaluate(policy: Transformer, chat: Chat, user, problems: list[Problem], key: tuple, *, horizon: int, max_new_tokens: int,
+             batch: int = 256) -> list[Trajectory]:
+    """Return one dialogue a problem, at temperature 1; equal keys give every policy the same random draws."""
+    trajectories = []
+    for i in tqdm(range(0, len(problems), batch), desc="evaluation", disable=None, leave=False):
+        part = problems[i:i + batch]
+        trajectories += rollout(policy, chat, user, part, [(*key, 0, p.id, 0) for p in part], horizon=horizon,
+                                max_new_tokens=max_new_tokens)
+    return trajectories
+
+
+def wilson(successes: float, n: int) -> list[float]:
+    """Return the 95 % interval of a share. Source: Wilson 1927."""
+    p, z = successes / n, 1.96
+    centre, spread = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    return [max(0.0, (centre - spread) / (1 + z * z / n)), min(1.0, (centre + spread) / (1 + z * z / n))]
+
+
+def append_samples(path: Path, method: str, step: int, trajectories: list[Trajectory]) -> None:
+    """Append dialogues to a JSONL file, a line each."""
+    with open(path, "a", encoding="utf-8") as file:
+        for t in trajectories:
+            file.write(json.dumps({"method": method, "step": step, "problem": t.problem.question, "messages": t.messages,
+                                   "reward": t.reward, "ended": t.ended}, ensure_ascii=False) + "\n")
 
 
 def show(trajectory: Trajectory) -> None:

@@ -27,22 +27,22 @@ import resource
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from tqdm import tqdm
 
-from align_sim import calibrate, print_report_card, read_logs, report_card, sft
+from align_sim import calibrate, naive_simulator, print_report_card, report_card, sft
 from chat import Chat, load_chat, save_chat, tiny_chat
 from grpo import advantages, update
-from model import ModelConfig, Transformer, load_model, save_model
+from logs import read_logs, split_logs, told_at_once, write_logs, write_probes
+from model import ModelConfig, Transformer, load_checkpoint, load_model, save_checkpoint, save_model
 from plot import draw_curves
-from rollout import Trajectory, pad, rollout
+from rollout import Trajectory, append_samples, evaluate, pad, rollout, wilson
 from sampling import draw_key
-from simulator import ModelUser, ScriptedUser, human, overhelpful, simulator_messages, told_at_once, write_logs, write_probes
+from simulator import ModelUser, ScriptedUser, human
 from tasks import Problem, generate_problems, read_problems
 
 METHODS = ("base", "static", "naive", "calibrated", "human")
@@ -149,95 +149,82 @@ def load_data(config: Config) -> Data:
         validation = generate_problems("validation", max(300, config.eval_problems), config.seed)
         test = generate_problems("test", config.test_problems, config.seed)
     if config.human_logs:
-        logs = read_logs(config.human_logs)
-        random.Random(draw_key(config.seed, "split logs")).shuffle(logs)
-        fifth = max(1, len(logs) // 5)
-        if len(logs) < 2:
-            raise ValueError(f"{config.human_logs} has one dialogue; calibration and report card need one each")
-        return Data(train, validation, test, logs[fifth:], logs[:fifth], probes=[], scripted=False)
+        data = Data(train, validation, test, *split_logs(read_logs(config.human_logs), config.seed), probes=[], scripted=False)
+        if config.method in ("static", "all") and not logged_contexts(data).keys() & {p.goal for p in train}:
+            raise ValueError(f"{config.human_logs}: static needs logs whose 'goal' is the question of a training problem")
+        return data
     logs, held_out = write_logs(train, human, config.seed), write_logs(validation[:300], human, config.seed)
     return Data(train, validation, test, logs, held_out, write_probes(validation[:300], held_out, human, config.seed), scripted=True)
 
 
 # Models before reinforcement learning -----------------------------------------------------------------------------------
 
-def tiny_model(chat: Chat, seed: int) -> Transformer:
-    return Transformer(ModelConfig(vocab_size=chat.vocab_size), seed)
+Speaker = tuple[Transformer, Chat]
 
 
-def kept(folder: Path, device: str, make) -> Transformer:
+def kept(folder: Path, device: str, make: Callable[[], Speaker]) -> Speaker:
     """Return the model in `folder`; if there is none yet, `make` it and keep it there. A folder is whole or absent."""
     if not folder.exists():
+        model, chat = make()
         partial = folder.with_name(folder.name + ".partial")
         shutil.rmtree(partial, ignore_errors=True)
-        save_model(make(), str(partial))
-        save_chat(str(partial))
+        save_model(model, str(partial))
+        save_chat(chat, str(partial))
         os.replace(partial, folder)
-    return load_model(str(folder), device)
+    return load_model(str(folder), device), load_chat(str(folder))
 
 
-def warm_start(config: Config, chat: Chat, data: Data, log_losses) -> Transformer:
+def warm_start(config: Config, data: Data) -> Speaker:
     """Return a tiny policy fine-tuned on assistant turns: three fifths human logs with a mediocre assistant, two fifths
     fully specified problems with right answers. It can do the sum; what it lacks is the dialogue."""
-    rng = random.Random(draw_key(config.seed, "told at once"))
+    chat, rng = tiny_chat(), random.Random(draw_key(config.seed, "told at once"))
     shown = [told_at_once(problem, rng) for problem in data.train]
     logged = [log["messages"] for log in write_logs(data.train, human, config.seed)]
     cut = len(logged) * 3 // 5
     examples = [chat.render(messages) for messages in logged[:cut] + shown[cut:]]
-    model = tiny_model(chat, draw_key(config.seed, "policy weights")).to(config.device)
-    log_losses("policy", sft(model, examples, steps=config.sft_steps, batch=config.sft_batch, lr=config.sft_lr,
-                             seed=config.seed, title="warm start of the policy"))
-    return model
+    model = Transformer(ModelConfig(vocab_size=chat.vocab_size), draw_key(config.seed, "policy weights")).to(config.device)
+    losses = sft(model, examples, steps=config.sft_steps, batch=config.sft_batch, lr=config.sft_lr, seed=config.seed,
+                 title="warm start of the policy")
+    log_losses(Path(config.out), "policy", losses)
+    return model, chat
 
 
-def naive_simulator(config: Config, chat: Chat, data: Data, log_losses) -> Transformer:
-    """Return a tiny simulator fine-tuned on over-helpful users, as prompted language models are."""
-    examples = [chat.render(simulator_messages(log)) for log in write_logs(data.train, overhelpful, config.seed)]
-    model = tiny_model(chat, draw_key(config.seed, "simulator weights")).to(config.device)
-    log_losses("naive", sft(model, examples, steps=max(1, config.sft_steps // 2), batch=config.sft_batch, lr=config.sft_lr,
-                            seed=config.seed, title="naive simulator"))
-    return model
+def naive_speaker(config: Config, data: Data) -> Speaker:
+    """Return the tiny over-helpful simulator."""
+    chat = tiny_chat()
+    model, losses = naive_simulator(chat, data.train, steps=max(1, config.sft_steps // 2), batch=config.sft_batch,
+                                    lr=config.sft_lr, seed=config.seed, device=config.device)
+    log_losses(Path(config.out), "naive", losses)
+    return model, chat
 
 
-def calibrated_simulator(config: Config, chat: Chat, data: Data, naive: Transformer, log_losses) -> Transformer:
+def calibrated_speaker(config: Config, data: Data, naive: Speaker) -> Speaker:
     """Return the naive simulator after fine-tuning on human logs."""
-    model = copy.deepcopy(naive)
-    log_losses("calibration", calibrate(model, chat, data.logs, steps=config.calibration_steps, batch=config.sft_batch,
-                                        lr=config.sft_lr, seed=config.seed))
-    return model
+    model, chat = copy.deepcopy(naive[0]), naive[1]
+    losses = calibrate(model, chat, data.logs, steps=config.calibration_steps, batch=config.sft_batch, lr=config.sft_lr,
+                       seed=config.seed)
+    log_losses(Path(config.out), "calibration", losses)
+    return model, chat
 
 
-def conversation(method: str, data: Data, chat: Chat, simulators: dict, max_new_tokens: int):
-    """Return whom a method talks with and, for static, its logged contexts by problem. Nothing else depends on it."""
-    if method != "static":
-        user = ScriptedUser(human) if method == "human" else ModelUser(simulators[method], chat, max_new_tokens)
-        return user, None
+def logged_contexts(data: Data) -> dict[str, list[dict]]:
+    """Return, by goal, a logged dialogue cut before its last assistant message."""
     contexts = {}
     for log in data.logs:
         assistant = [i for i, message in enumerate(log["messages"]) if message["role"] == "assistant"]
-        if assistant:
-            contexts[log.get("goal")] = log["messages"][:assistant[-1]]
-    return ScriptedUser(human), contexts
+        if assistant and log.get("goal"):
+            contexts[log["goal"]] = log["messages"][:assistant[-1]]
+    return contexts
+
+
+def conversation(method: str, data: Data, simulators: dict[str, Speaker], max_new_tokens: int):
+    """Return whom a method talks with and, for static, its logged contexts. Nothing else depends on the method."""
+    if method == "static":
+        return ScriptedUser(human), logged_contexts(data)
+    return (ScriptedUser(human) if method == "human" else ModelUser(*simulators[method], max_new_tokens)), None
 
 
 # Reinforcement learning -------------------------------------------------------------------------------------------------
-
-def evaluate(policy: Transformer, chat: Chat, problems: list[Problem], config: Config, phase: str) -> list[Trajectory]:
-    """Return one dialogue with the human a problem; the draws are the same for every method and step."""
-    trajectories = []
-    for i in range(0, len(problems), 256):
-        part = problems[i:i + 256]
-        trajectories += rollout(policy, chat, ScriptedUser(human), part, [(config.seed, phase, 0, p.id, 0) for p in part],
-                                horizon=config.horizon, max_new_tokens=config.max_new_tokens)
-    return trajectories
-
-
-def wilson(successes: float, n: int) -> list[float]:
-    """Return the 95 % interval of a share. Source: Wilson 1927."""
-    p, z = successes / n, 1.96
-    centre, spread = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return [max(0.0, (centre - spread) / (1 + z * z / n)), min(1.0, (centre + spread) / (1 + z * z / n))]
-
 
 def mean(values) -> float:
     values = list(values)
@@ -272,13 +259,14 @@ def train_step(step: int, method: str, config: Config, data: Data, chat: Chat, p
             "truncated": mean(t.cut > 0 or t.ended == "truncated" for t in trajectories), "failed": 0}, trajectories
 
 
-def train_method(method: str, config: Config, data: Data, chat: Chat, policy: Transformer, simulators: dict, folder: Path) -> None:
+def train_method(method: str, config: Config, data: Data, policy: Transformer, chat: Chat, simulators: dict[str, Speaker],
+                 folder: Path) -> None:
     """Train `policy` in place; write a row of metrics a step, evaluate and checkpoint every `eval_every` steps."""
     reference = copy.deepcopy(policy)
     optimiser = torch.optim.AdamW(policy.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0)
-    user, contexts = conversation(method, data, chat, simulators, config.max_new_tokens)
+    user, contexts = conversation(method, data, simulators, config.max_new_tokens)
     out, saved = Path(config.out), folder / "checkpoint.safetensors"
-    done = restore(saved, policy, optimiser)
+    done = load_checkpoint(saved, policy, optimiser)
     forget_after(out / "metrics.csv", method, done)
     for step in tqdm(range(done + 1, config.steps + 1), desc=method, initial=done, total=config.steps, disable=None, leave=False):
         try:
@@ -286,13 +274,14 @@ def train_method(method: str, config: Config, data: Data, chat: Chat, policy: Tr
         except FloatingPointError as error:
             raise ValueError(f"{method}, step {step}: {error}; try a lower --lr") from None
         if step % config.eval_every == 0 or step == config.steps:
-            against_human = evaluate(policy, chat, data.validation[:config.eval_problems], config, "validation")
+            against_human = evaluate(policy, chat, ScriptedUser(human), data.validation[:config.eval_problems], (config.seed, "validation"),
+                                     horizon=config.horizon, max_new_tokens=config.max_new_tokens)
             row["human_score"] = mean(t.reward for t in against_human)
-            append_samples(out, method, step, trajectories[:2 * config.group_size:config.group_size] + against_human[:2])
+            append_samples(out / "samples.jsonl", method, step, trajectories[:2 * config.group_size:config.group_size] + against_human[:2])
         append_csv(out / "metrics.csv", METRICS, [row])
         print_row(row, config.steps)
         if row["human_score"] is not None:
-            checkpoint(saved, step, policy, optimiser)
+            save_checkpoint(saved, step, policy, optimiser)
 
 
 # Files ------------------------------------------------------------------------------------------------------------------
@@ -320,11 +309,10 @@ def append_csv(path: Path, columns: tuple[str, ...], rows: list[dict]) -> None:
         writer.writerows({name: f"{v:.5g}" if isinstance(v, float) else v for name, v in row.items()} for row in rows)
 
 
-def append_samples(out: Path, method: str, step: int, trajectories: list[Trajectory]) -> None:
-    with open(out / "samples.jsonl", "a", encoding="utf-8") as file:
-        for t in trajectories:
-            file.write(json.dumps({"method": method, "step": step, "problem": t.problem.question, "messages": t.messages,
-                                   "reward": t.reward, "ended": t.ended}, ensure_ascii=False) + "\n")
+def log_losses(out: Path, phase: str, losses: list[float]) -> None:
+    append_csv(out / "sft.csv", ("phase", "step", "loss"),
+               [{"phase": phase, "step": i, "loss": loss} for i, loss in enumerate(losses, start=1)])
+    tqdm.write(f"{phase:12s} loss {losses[0]:.3f} -> {mean(losses[-20:]):.3f} in {len(losses)} steps")
 
 
 def read_rows(path: Path) -> list[dict]:
@@ -343,74 +331,44 @@ def forget_after(path: Path, method: str, step: int) -> None:
         append_csv(path, METRICS, stay)
 
 
-def checkpoint(path: Path, step: int, policy: Transformer, optimiser) -> None:
-    """Write weights and optimiser state; every random draw is keyed by the step, so nothing else is needed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    tensors = {}
-    for i, parameter in enumerate(policy.parameters()):
-        tensors |= {f"{i}.{name}": value.detach().cpu().contiguous() for name, value in optimiser.state[parameter].items()}
-        tensors[f"{i}.weight"] = parameter.detach().cpu().contiguous()
-    save_file(tensors, str(path) + ".partial", metadata={"step": str(step)})
-    os.replace(str(path) + ".partial", path)
-
-
-@torch.no_grad()
-def restore(path: Path, policy: Transformer, optimiser) -> int:
-    """Read what `checkpoint` wrote and return its step; 0 if there is none."""
-    if not path.exists():
-        return 0
-    with safe_open(str(path), framework="pt") as file:
-        for i, parameter in enumerate(policy.parameters()):
-            parameter.copy_(file.get_tensor(f"{i}.weight"))
-            optimiser.state[parameter] = {name: file.get_tensor(f"{i}.{name}").to("cpu" if name == "step" else parameter.device)
-                                          for name in ("step", "exp_avg", "exp_avg_sq")}
-        return int(file.metadata()["step"])
-
-
 # The run ----------------------------------------------------------------------------------------------------------------
 
 def score(policy: Transformer, chat: Chat, method: str, config: Config, data: Data) -> dict:
     """Return a policy's score against the human on the test problems, as in result.json."""
-    began = time.perf_counter()
-    trajectories = evaluate(policy, chat, data.test[:config.test_problems], config, "test")
+    problems = data.test[:config.test_problems]
+    trajectories = evaluate(policy, chat, ScriptedUser(human), problems, (config.seed, "test"), horizon=config.horizon,
+                            max_new_tokens=config.max_new_tokens)
+    append_samples(Path(config.out) / "samples.jsonl", method, config.steps, trajectories[:5])
     solved = sum(t.reward for t in trajectories)
-    append_samples(Path(config.out), method, config.steps, trajectories[:5])
-    return {"score": solved / len(trajectories), "ci": wilson(solved, len(trajectories)),
-            "turns": mean(t.turns for t in trajectories), "seconds": time.perf_counter() - began}
+    tqdm.write(f"{method}: {solved / len(problems):.3f} against the human on {len(problems)} test problems")
+    return {"score": solved / len(problems), "ci": wilson(solved, len(problems)), "turns": mean(t.turns for t in trajectories)}
 
 
-def run(config: Config, data: Data, chat: Chat, given: dict[str, Transformer]) -> dict:
-    """Do what the configuration asks for and return what result.json holds."""
+def run(config: Config, data: Data, given: dict[str, Speaker]) -> dict:
+    """Do what the configuration asks for and return what result.json holds. `given` may hold policy and simulator."""
     began, out = time.perf_counter(), Path(config.out)
     methods = METHODS if config.method == "all" else tuple(dict.fromkeys(("base", config.method)))
-
-    def log_losses(phase: str, losses: list[float]) -> None:
-        append_csv(out / "sft.csv", ("phase", "step", "loss"),
-                   [{"phase": phase, "step": i, "loss": loss} for i, loss in enumerate(losses, start=1)])
-        tqdm.write(f"{phase:12s} loss {losses[0]:.3f} -> {mean(losses[-20:]):.3f} in {len(losses)} steps")
-
-    base = given.get("policy") or kept(out / "base" / "policy", config.device, lambda: warm_start(config, chat, data, log_losses))
+    base, chat = given.get("policy") or kept(out / "base" / "policy", config.device, lambda: warm_start(config, data))
     simulators, card = {}, {}
     if {"naive", "calibrated"} & set(methods):
-        simulators["naive"] = given.get("simulator") or kept(
-            out / "simulator_naive", config.device, lambda: naive_simulator(config, chat, data, log_losses))
+        simulators["naive"] = naive = given.get("simulator") or kept(
+            out / "simulator_naive", config.device, lambda: naive_speaker(config, data))
     if "calibrated" in methods:
-        simulators["calibrated"] = kept(out / "simulator_calibrated", config.device, lambda: calibrated_simulator(
-            config, chat, data, simulators["naive"], log_losses))
-        card = report_card(data.held_out, simulators, chat, seed=config.seed, max_new_tokens=config.max_new_tokens,
-                           probes=data.probes, script=human if data.scripted else None)
+        simulators["calibrated"] = kept(out / "simulator_calibrated", config.device,
+                                        lambda: calibrated_speaker(config, data, naive))
+        card = report_card(data.held_out, {name: model for name, (model, _) in simulators.items()}, naive[1], seed=config.seed,
+                           max_new_tokens=config.max_new_tokens, probes=data.probes, script=human if data.scripted else None)
         print_report_card(card)
     results = {}
     for method in methods:
         started, policy = time.perf_counter(), copy.deepcopy(base)
         folder = out if method == config.method else out / method
         if method != "base":
-            train_method(method, config, data, chat, policy, simulators, folder)
+            train_method(method, config, data, policy, chat, simulators, folder)
             shutil.rmtree(folder / "policy", ignore_errors=True)
-            kept(folder / "policy", config.device, lambda: policy)
+            kept(folder / "policy", config.device, lambda: (policy, chat))
         results[method] = score(policy, chat, method, config, data)
         results[method]["seconds"] = time.perf_counter() - started
-        tqdm.write(f"{method}: {results[method]['score']:.3f} against the human on {len(data.test[:config.test_problems])} test problems")
     return {"task": config.task, "seed": config.seed, "horizon": config.horizon, "methods": results, "report_card": card,
             "seconds": time.perf_counter() - began, "peak_rss_mb": peak_rss_mb()}
 
@@ -445,21 +403,19 @@ def main(argv: list[str] | None = None) -> None:
     try:
         if out.exists() and not config.resume:
             raise ValueError(f"{out} exists: choose another --out, or --resume to continue it")
-        folder = config.evaluate or config.policy
-        chat = load_chat(folder) if folder else tiny_chat()
-        given = {"policy": load_model(folder, config.device)} if folder else {}
-        if config.simulator:
-            given["simulator"] = load_model(config.simulator, config.device)
+        if config.device != "cpu" and not getattr(torch, config.device).is_available():
+            raise ValueError(f"--device {config.device}: this PyTorch finds none")
+        folders = {"policy": config.evaluate or config.policy, "simulator": config.simulator}
+        given = {name: (load_model(folder, config.device), load_chat(folder)) for name, folder in folders.items() if folder}
+        config = replace(config, method="base") if config.evaluate else config
         data = load_data(config)
         try:
             out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ValueError(f"{out} cannot be made: {error.strerror}") from None
         write_json(out / "config.json", asdict(config))
-        if config.evaluate:
-            config = replace(config, method="base")
-        result = run(config, data, chat, given)
-    except (ValueError, OSError) as error:
+        result = run(config, data, given)
+    except (ValueError, FloatingPointError, OSError) as error:
         fail(str(error))
     write_json(out / "result.json", result)
     draw_curves(read_rows(out / "metrics.csv"), out / "curves.png", {m: r["score"] for m, r in result["methods"].items()})

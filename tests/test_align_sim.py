@@ -6,9 +6,10 @@ import json
 import pytest
 import torch
 
-from align_sim import AGREES, NLL, bootstrap, calibrate, read_logs, report_card, script_nll, sft, stated_facts, style_measures, turn_nll
+from align_sim import AGREES, NLL, bootstrap, calibrate, report_card, script_nll, sft, stated_facts, style_measures, turn_nll
 from model import token_logprobs
-from simulator import LEAVE, human, objection, overhelpful, simulator_messages, write_logs, write_probes
+from logs import read_logs, split_logs, write_logs, write_probes
+from simulator import LEAVE, human, objection, overhelpful, simulator_messages
 from tasks import generate_problems, parse_problem
 
 TOM = parse_problem({"question": "Tom has 7 apples at first. Tom finds 5 more apples. Tom gives 4 apples away. "

@@ -74,7 +74,7 @@ def test_roles_that_do_not_take_turns_are_refused(chat, roles):
 
 def test_the_committed_ranks_are_what_the_documented_command_builds(tmp_path, chat):
     from chat import RANKS, build_ranks
-    from simulator import tokenizer_corpus
+    from logs import tokenizer_corpus
     build_ranks(tokenizer_corpus(), tmp_path / "ranks")
     assert (tmp_path / "ranks").read_bytes() == RANKS.read_bytes()
     assert tiny_chat(tmp_path / "ranks").encode("Tom finds 5") == chat.encode("Tom finds 5")

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from sampling import draw_key
-from simulator import (LEAVE, ModelUser, ScriptedUser, asked_fact, given_fact, human, objection, overhelpful,
-                       question, revealed_facts, simulator_messages, split_leave, write_logs)
+from logs import question, write_logs
+from simulator import (LEAVE, ModelUser, ScriptedUser, asked_fact, given_fact, human, objection, overhelpful, revealed_facts,
+                       simulator_messages, split_leave)
 from tasks import generate_problems, parse_problem
 
 TOM = parse_problem({"question": "Tom has 7 apples at first. Tom finds 5 more apples. Tom gives 4 apples away. "

@@ -13,7 +13,8 @@ import torch
 
 from chat import load_chat
 from model import load_model
-from train import METHODS, METRICS, main, parse_config, wilson
+from rollout import wilson
+from train import METHODS, METRICS, main, parse_config
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["--sft-steps", "6", "--calibration-steps", "4", "--steps", "2", "--eval-every", "1", "--eval-problems", "5",
@@ -129,16 +130,17 @@ BAD = [("--taks math", "unrecognized arguments: --taks"), ("--task poetry", "inv
        ("--group-size 1", "--group-size must be at least 2"), ("--lr nan", "--lr must be at least 0"), ("--problems none.jsonl", "none.jsonl"),
        ("--problems EMPTY", "is empty"), ("--problems BROKEN", "line 1: not JSON"), ("--human-logs none.jsonl", "none.jsonl"),
        ("--human-logs EMPTY", "is empty"), ("--human-logs BROKEN", "line 1: not JSON"), ("--policy nowhere", "nowhere"),
-       ("--policy DIR", "tokenizer"), ("--simulator DIR", "config.json"), ("--evaluate nowhere", "nowhere"), ("--steps", "expected one argument")]
+       ("--policy DIR", "it has no config.json"), ("--simulator DIR", "config.json"), ("--evaluate nowhere", "nowhere"), ("--human-logs LOGS --method static", "static needs logs whose 'goal'"), ("--steps", "expected one argument")]
 
 
 @pytest.mark.parametrize("arguments, message", BAD)
 def test_bad_input_is_one_line_on_stderr_exit_code_2_and_nothing_written(tmp_path, capsys, arguments, message):
     (tmp_path / "EMPTY").write_text("")
     (tmp_path / "BROKEN").write_text("{")
+    (tmp_path / "LOGS").write_text('{"messages": [{"role": "user", "content": "x"}]}\n' * 5)
     (tmp_path / "DIR").mkdir()
     before = sorted(tmp_path.iterdir())
-    words = [str(tmp_path / word) if word in ("EMPTY", "BROKEN", "DIR") else word for word in arguments.split()]
+    words = [str(tmp_path / word) if word in ("EMPTY", "BROKEN", "LOGS", "DIR") else word for word in arguments.split()]
     with pytest.raises(SystemExit) as stop:
         main([*words, "--out", str(tmp_path / "run")] if arguments != "--steps" else ["--out", str(tmp_path / "run"), "--steps"])
     error = capsys.readouterr().err
