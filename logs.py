@@ -25,23 +25,24 @@ def logging_assistant(problem: Problem, dialogue: list[dict], rng: random.Random
     revealed = revealed_facts(problem, dialogue)
     missing = [i for i in range(len(problem.facts)) if i not in revealed]
     choice, first_sum = rng.random(), SUM.search(problem.solution)
+    known = {n for i in revealed for n in numbers(problem.facts[i])}
+    slip = first_sum and {first_sum[1], first_sum[3]} <= known                     # it has the numbers of a sum
     if not missing:
-        if choice < 0.72:
+        if choice < 0.62:
             return problem.solution
-        if choice < 0.88 and first_sum:
+        if choice < 0.90 and slip:
             return f"{slipped_sum(first_sum, rng)} Is that right?"
         return rng.choice(["Can you tell me everything?", *(question(fact) for fact in problem.facts)])
+    ask = question(problem.facts[rng.choice(missing)])
     if choice < 0.20:
         return guessed_solution(problem, revealed, rng)
-    if choice < 0.30:
+    if choice < 0.28:
         return rng.choice(["What are all the numbers?", "Can you tell me everything?"])
-    if choice < 0.38:
+    if choice < 0.36:
         return question(rng.choice(problem.facts))                                 # perhaps one that was told already
-    ask = question(problem.facts[rng.choice(missing)])
-    known = {n for i in revealed for n in numbers(problem.facts[i])}
-    if choice < 0.60 and first_sum and {first_sum[1], first_sum[3]} <= known:
-        return f"{slipped_sum(first_sum, rng)} {ask}"
-    if choice < 0.46 and revealed:                                                 # restates a fact, not always rightly
+    if choice < 0.70 and slip:
+        return f"{slipped_sum(first_sum, rng)} {rng.choice([ask, 'Is that right?'])}"
+    if choice < 0.44 and revealed:                                                 # restates a fact, not always rightly
         fact = problem.facts[rng.choice(sorted(revealed))]
         n = numbers(fact)[0] if numbers(fact) else ""
         return (fact.replace(n, str(int(n) + rng.choice([0, 1])), 1) if n.isdigit() else fact) + " " + ask

@@ -65,16 +65,11 @@ def check_law(name: str, law: np.ndarray) -> np.ndarray:
     return law
 
 
-def check_share(name: str, value: float) -> float:
-    if not 0 <= value <= 1:
-        raise ValueError(f"{name} must lie in [0, 1], got {value}")
+def check_between(name: str, value: float, low: float, high: float = float("inf")) -> float:
+    """Return the value, or raise a ValueError that names it."""
+    if not low <= value <= high:
+        raise ValueError(f"{name} must be at least {low}{f' and at most {high}' if high < float('inf') else ''}, got {value}")
     return value
-
-
-def check_horizon(horizon: int) -> int:
-    if horizon < 1:
-        raise ValueError(f"horizon must be at least 1, got {horizon}")
-    return horizon
 
 
 def tv(p: np.ndarray, q: np.ndarray) -> np.ndarray:
@@ -90,7 +85,7 @@ def context_laws(dialogue: Dialogue, policy: np.ndarray, user: np.ndarray, horiz
     """
     policy, user = check_law("policy", policy), check_law("user", user)
     law = check_law("start", dialogue.start if start is None else start)
-    policy = np.broadcast_to(policy, (check_horizon(horizon), *policy.shape[-2:]))
+    policy = np.broadcast_to(policy, (check_between("horizon", horizon, 1), *policy.shape[-2:]))
     laws = [law]
     for t in range(horizon - 1):
         joint = laws[-1][:, None, None] * policy[t][:, :, None] * user                         # (C, A, U)
@@ -136,7 +131,7 @@ def derailment(eps: float, delta: float = 0.0, rho: float = 0.0, R: float = 1.0)
     returns with probability rho, as after a clarifying question. Every good act on track earns R.
     """
     for name, value in (("eps", eps), ("delta", delta), ("rho", rho)):
-        check_share(name, value)
+        check_between(name, value, 0, 1)
     next_context = np.array([[[ON_TRACK, LOST], [LOST, LOST]], [[LOST, ON_TRACK], [LOST, ON_TRACK]]])     # [c, a, u]
     dialogue = Dialogue(np.array([1.0, 0.0]), next_context, np.array([[R, 0.0], [0.0, 0.0]]))
     careful, careless = np.array([[1.0, 0.0], [1.0, 0.0]]), np.array([[1 - eps, eps], [1.0, 0.0]])
@@ -160,80 +155,80 @@ def exponent(horizons, gaps) -> float:
     return float(np.polyfit(np.log(horizons), np.log(gaps), 1)[0])
 
 
-# What to see: each function prints its part of the table and returns curves, {(panel, curve): (x, y)} -----------------
+# What to see: each function prints its table and returns curves, {(panel, curve): (x, y)} -------------------------------
+
+def table(title: str, columns: str, rows: list[tuple]) -> None:
+    print(f"\n{title}\n" + "".join(f"{name:>14}" for name in columns.split()))
+    for row in rows:
+        print("".join(f"{value:14.5f}" if isinstance(value, float) else f"{value:>14}" for value in row))
+
 
 def show_derailment(horizons: list[int], eps: float) -> dict:
     """1. The gap grows like H^2 while H * eps is small, then like H; the bound under the derailing law is exact."""
-    print(f"1. Derailment, eps = {eps:g} a turn\n{'H':>7}{'gap':>12}{'derailing law':>16}{'on-track law':>15}{'ratio':>8}{'Delta_{H-1}':>14}{'coupling':>10}")
-    gaps, loose = [], []
+    rows = []
     for H in horizons:
         dialogue, careful, careless, clear, _ = derailment(eps)
-        r = compare(dialogue, careful, careless, clear, clear, H)
-        on_track = bound(1, 0, np.full(H, eps), np.zeros(H))
-        gaps, loose = gaps + [r["gap"]], loose + [on_track]
-        print(f"{H:7d}{r['gap']:12.5f}{r['bound']:16.5f}{on_track:15.5f}{on_track / r['gap']:8.3f}{r['shift'][-1]:14.5f}{r['coupling'][-1]:10.5f}")
-    small = np.arange(50, 201, 25)
-    slope = {}
-    for terminal in (False, True):
-        dialogue, careful, careless, clear, _ = derailment(5e-5)
-        slope[terminal] = exponent(small, [compare(dialogue, careful, careless, clear, clear, H, terminal=terminal)["gap"] for H in small])
-    print(f"   fitted exponent for H = 50 .. 200, H * eps <= 0.01: {slope[False]:.3f} with a reward at every turn, {slope[True]:.3f} at the last")
-    return {("gap", "exact gap"): (horizons, gaps), ("gap", "bound, on-track law"): (horizons, loose)}
+        r, on_track = compare(dialogue, careful, careless, clear, clear, H), bound(1, 0, np.full(H, eps), np.zeros(H))
+        rows.append((H, r["gap"], r["bound"], on_track, on_track / r["gap"], float(r["shift"][-1]), float(r["coupling"][-1])))
+    table(f"1. Derailment, eps = {eps:g} a turn", "H gap derailing_law on-track_law ratio Delta_{H-1} coupling", rows)
+    small, (dialogue, careful, careless, clear, _) = np.arange(50, 201, 25), derailment(5e-5)
+    for name, terminal in (("every turn", False), ("the last turn", True)):
+        gaps = [compare(dialogue, careful, careless, clear, clear, H, terminal=terminal)["gap"] for H in small]
+        print(f"  reward at {name}: exponent {exponent(small, gaps):.3f}, fitted for H = 50 .. 200 with eps = 5e-5")
+    return {("1. derailment", "exact gap"): (horizons, [row[1] for row in rows]),
+            ("1. derailment", "bound, on-track law"): (horizons, [row[3] for row in rows])}
 
 
 def show_recovery(H: int, eps: float) -> dict:
     """2. If a lost dialogue returns with probability rho a turn, the shift levels off at eps / (eps + rho)."""
-    print(f"\n2. Recovery, eps = {eps:g}, H = {H}\n{'rho':>7}{'Delta_{H-1}':>14}{'eps/(eps+rho)':>16}{'gap':>12}{'bound':>12}")
-    curves = {}
+    rows, curves = [], {}
     for rho in (0.0, 0.05, 0.2):
         dialogue, careful, careless, clear, _ = derailment(eps, rho=rho)
         r = compare(dialogue, careful, careless, clear, clear, H)
-        print(f"{rho:7.2f}{r['shift'][-1]:14.5f}{eps / (eps + rho):16.5f}{r['gap']:12.5f}{r['bound']:12.5f}")
-        curves["recovery", f"rho = {rho:g}"] = (range(H), r["shift"])
+        rows.append((rho, float(r["shift"][-1]), eps / (eps + rho), r["gap"], r["bound"]))
+        curves["2. recovery", f"rho = {rho:g}"] = (range(H), r["shift"])
+    table(f"2. Recovery, eps = {eps:g}, H = {H}", "rho Delta_{H-1} eps/(eps+rho) gap bound", rows)
     return curves
 
 
 def show_where(H: int, eps: float) -> dict:
     """3. One deviation at turn i only: an early one costs (H - i) eps, unless the dialogue recovers."""
-    curves = {("where", "weight (H - i) eps"): (range(H), [(H - i) * eps for i in range(H)])}
+    weights = [(H - i) * eps for i in range(H)]
+    curves = {("3. one deviation", "weight (H - i) eps"): (range(H), weights)}
     for rho in (0.0, 0.2):
         dialogue, careful, careless, clear, _ = derailment(eps, rho=rho)
-        gaps = []
-        for i in range(H):
-            policy2 = np.where((np.arange(H) == i)[:, None, None], careless, careful)
-            gaps.append(compare(dialogue, careful, policy2, clear, clear, H)["gap"])
-        curves["where", f"gap, rho = {rho:g}"] = (range(H), gaps)
-        print(f"{'':3}rho = {rho:.1f}: gap {gaps[0]:.5f} for a deviation at turn 0, {gaps[H // 2]:.5f} at {H // 2}, {gaps[-1]:.5f} at {H - 1}")
+        policies = [np.where((np.arange(H) == i)[:, None, None], careless, careful) for i in range(H)]
+        curves["3. one deviation", f"gap, rho = {rho:g}"] = (
+            range(H), [compare(dialogue, careful, policy2, clear, clear, H)["gap"] for policy2 in policies])
+    gaps = [y for _, y in curves.values()]
+    table(f"3. Where one deviation hurts, H = {H}", "turn_i weight rho=0 rho=0.2", [(i, *(y[i] for y in gaps)) for i in (0, H // 2, H - 1)])
     return curves
 
 
 def show_methods(horizons: list[int], eps: float) -> dict:
-    """4. Four ways to train: each deviates from the deployed pair in its own factor."""
-    print(f"\n4. Four methods, H = {horizons[-1]}\n{'method':>12}{'eps_0':>9}{'delta_0':>9}{'Delta_{H-1}':>14}{'gap':>12}{'bound':>12}")
-    curves, ways = {}, {"static": (eps, 0.0), "naive": (0.0, eps), "calibrated": (0.0, eps / 5), "none": (0.0, 0.0)}
-    for name, (policy_eps, user_delta) in ways.items():
-        dialogue, careful, careless, clear, confusing = derailment(policy_eps, user_delta)
-        results = [compare(dialogue, careful, careless, clear, confusing, H) for H in horizons]
+    """4. Four ways to train: each deviates from the deployed pair in its own factor. Below them, an opening that shifts."""
+    rows, curves = [], {}
+    for name, a, b, first in (("static", eps, 0.0, 0.0), ("naive", 0.0, eps, 0.0), ("calibrated", 0.0, eps / 5, 0.0),
+                              ("none", 0.0, 0.0, 0.0), ("opening", 0.0, 0.0, eps)):
+        dialogue, careful, careless, clear, confusing = derailment(a, b)
+        results = [compare(dialogue, careful, careless, clear, confusing, H, start2=np.array([1 - first, first])) for H in horizons]
         r = results[-1]
-        print(f"{name:>12}{r['eps'][0]:9.4f}{r['delta'][0]:9.4f}{r['shift'][-1]:14.5f}{r['gap']:12.5f}{r['bound']:12.5f}")
-        curves["methods: shift", name] = (range(horizons[-1]), r["shift"])
-        if name != "none":
-            curves["methods: gap", name] = (horizons, [x["gap"] for x in results])
-    dialogue, careful, _, clear, _ = derailment(0.0)
-    r = compare(dialogue, careful, careful, clear, clear, horizons[-1], start2=np.array([1 - eps, eps]))
-    print(f"{'opening':>12}{0:9.4f}{0:9.4f}{r['shift'][-1]:14.5f}{r['gap']:12.5f}{r['bound']:12.5f}   Delta_0 = {eps:g}: costs R H Delta_0")
+        rows.append((name, a, b, first, float(r["shift"][-1]), r["gap"], r["bound"]))
+        if name != "opening":
+            curves["4. four methods: shift", name] = (range(horizons[-1]), r["shift"])
+        if name not in ("opening", "none"):
+            curves["4. four methods: gap", name] = (horizons, [x["gap"] for x in results])
+    table(f"4. Four methods and a shifted opening, H = {horizons[-1]}", "method eps_0 delta_0 Delta_0 Delta_{H-1} gap bound", rows)
     return curves
 
 
 def show_terminal(horizons: list[int], eps: float) -> dict:
     """5. The same dialogue, rewarded at every turn or at the last one only."""
     dialogue, careful, careless, clear, _ = derailment(eps)
-    curves = {}
-    for name, terminal in (("every turn", False), ("last turn", True)):
-        gaps = [compare(dialogue, careful, careless, clear, clear, H, terminal=terminal)["gap"] for H in horizons]
-        curves["reward", name] = (horizons, gaps)
-        print(f"{'':3}reward at {name}: gap {gaps[0]:.5f} at H = {horizons[0]}, {gaps[-1]:.5f} at H = {horizons[-1]}")
-    return curves
+    every, last = ([compare(dialogue, careful, careless, clear, clear, H, terminal=terminal)["gap"] for H in horizons]
+                   for terminal in (False, True))
+    table("5. Where the reward is: the gap", "H every_turn last_turn", [(H, every[i], last[i]) for i, H in enumerate(horizons)])
+    return {("5. where the reward is", "every turn"): (horizons, every), ("5. where the reward is", "last turn"): (horizons, last)}
 
 
 def random_pair(rng: np.random.Generator, C: int = 4, A: int = 3, U: int = 3):
@@ -266,23 +261,20 @@ def draw_figure(curves: dict, path: Path) -> None:
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    labels = {"gap": ("1. derailment", "horizon H (turns)", "gap in return (R)"), "recovery": ("2. recovery", "turn t", "shift $\\Delta_t$"),
-              "where": ("3. one deviation", "turn i of the deviation", "gap in return (R)"),
-              "methods: shift": ("4. four methods", "turn t", "shift $\\Delta_t$"),
-              "methods: gap": ("4. four methods", "horizon H (turns)", "gap in return (R)"),
-              "reward": ("5. where the reward is", "horizon H (turns)", "gap in return (R)")}
     figure, panels = plt.subplots(2, 3, figsize=(12, 6.6))
-    for panel, (group, (title, x_label, y_label)) in zip(panels.flat, labels.items()):
-        members = [(curve, xy) for (g, curve), xy in curves.items() if g == group]
+    for panel, title in zip(panels.flat, dict.fromkeys(group for group, _ in curves)):
+        members = [(curve, xy) for (group, curve), xy in curves.items() if group == title]
+        shift, by_turn = title.endswith(("recovery", "shift")), isinstance(members[0][1][0], range)
         for (curve, (x, y)), dash, width in zip(members, ("-", "--", ":", "-."), (4.0, 1.6, 2.4, 1.4)):
             panel.plot(list(x), list(y), dash, color="0.6" if dash == "-" else "black", linewidth=width, label=curve)
-        if x_label.startswith("horizon"):
+        if not by_turn:
             x, y = (np.array(v, float) for v in members[0][1])
             for slope in (1, 2):
-                panel.plot(x, 0.5 * y[0] * (x / x[0]) ** slope, color="0.8", linewidth=1, zorder=0)
-                panel.annotate(f"slope {slope}", (x[-1], 0.5 * y[0] * (x[-1] / x[0]) ** slope), color="0.45", fontsize=8, ha="right", va="top")
+                guide = 0.5 * y[0] * (x / x[0]) ** slope
+                panel.plot(x, guide, color="0.8", linewidth=1, zorder=0)
+                panel.annotate(f"slope {slope}", (x[-1], guide[-1]), color="0.45", fontsize=8, ha="right", va="top")
             panel.set(xscale="log", yscale="log")
-        panel.set(title=title, xlabel=x_label, ylabel=y_label)
+        panel.set(title=title, xlabel="turn" if by_turn else "horizon H (turns)", ylabel="shift $\\Delta_t$" if shift else "gap in return (R)")
         panel.legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=90)
@@ -297,19 +289,15 @@ def main() -> None:
     parser.error = fail
     args = parser.parse_args()
     try:
-        check_share("eps", args.eps)
+        check_between("eps", args.eps, 0, 1)
         if args.eps == 0:
             raise ValueError("eps is 0: nothing deviates, so there is nothing to show")
-        horizons = sorted({check_horizon(H) for H in args.horizons})
+        horizons = sorted({check_between("horizon", H, 1) for H in args.horizons})
         Path(args.out).mkdir(parents=True, exist_ok=True)
-        curves = show_derailment(horizons, args.eps) | show_recovery(100, args.eps)
-        print("\n3. Where one deviation hurts, H = 20")
-        curves |= show_where(20, args.eps) | show_methods(horizons, args.eps)
-        print("\n5. Where the reward is")
-        curves |= show_terminal(horizons, args.eps)
-        print(f"\n6. 2,000 random dialogues of 6 turns: bound minus truth\n{'':22}{'smallest':>12}{'median':>10}")
-        for name, slack in random_slacks(2000).items():
-            print(f"{name:22}{slack.min():12.2e}{np.median(slack):10.3f}")
+        curves = (show_derailment(horizons, args.eps) | show_recovery(100, args.eps) | show_where(20, args.eps)
+                  | show_methods(horizons, args.eps) | show_terminal(horizons, args.eps))
+        table("6. 2,000 random dialogues of 6 turns: bound minus truth", "smallest median bound",
+              [(f"{slack.min():.2e}", float(np.median(slack)), "  " + name) for name, slack in random_slacks(2000).items()])
         with open(Path(args.out) / "shift_growth.csv", "w", encoding="utf-8", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(("panel", "curve", "x", "y"))

@@ -157,6 +157,16 @@ def load_data(config: Config) -> Data:
     return Data(train, validation, test, logs, held_out, write_probes(validation[:300], held_out, human, config.seed), scripted=True)
 
 
+def refuse_another_run(config: Config) -> None:
+    """Raise ValueError if --resume would continue a run that was started with other settings; --steps may grow."""
+    path = Path(config.out) / "config.json"
+    if path.exists():
+        before = json.loads(path.read_text(encoding="utf-8"))
+        changed = [name for name, value in asdict(config).items() if name not in ("steps", "resume", "out") and before.get(name) != value]
+        if changed:
+            raise ValueError(f"{config.out} was started with another --{', --'.join(changed).replace('_', '-')}: resume it with the same")
+
+
 # Models before reinforcement learning -----------------------------------------------------------------------------------
 
 Speaker = tuple[Transformer, Chat]
@@ -408,6 +418,7 @@ def main(argv: list[str] | None = None) -> None:
         folders = {"policy": config.evaluate or config.policy, "simulator": config.simulator}
         given = {name: (load_model(folder, config.device), load_chat(folder)) for name, folder in folders.items() if folder}
         config = replace(config, method="base") if config.evaluate else config
+        refuse_another_run(config)
         data = load_data(config)
         try:
             out.mkdir(parents=True, exist_ok=True)

@@ -116,13 +116,13 @@ def test_laws_that_do_not_sum_to_one_and_bad_numbers_are_named():
         context_laws(dialogue, careful, clear - np.array([1.0, -1.0]) * 2, 3)
     with pytest.raises(ValueError, match="start: .* got a sum of 0"):
         context_laws(Dialogue(np.zeros(2), dialogue.next_context, dialogue.reward), careful, clear, 3)
-    with pytest.raises(ValueError, match="eps must lie in .* got 1.5"):
+    with pytest.raises(ValueError, match="eps must be at least 0 and at most 1, got 1.5"):
         derailment(1.5)
     with pytest.raises(ValueError, match="horizon must be at least 1, got 0"):
         context_laws(dialogue, careful, clear, 0)
 
 
-@pytest.mark.parametrize("arguments, message", [("--eps 2", "eps must lie in [0, 1], got 2.0"), ("--horizons 5 0", "horizon must be at least 1, got 0"),
+@pytest.mark.parametrize("arguments, message", [("--eps 2", "eps must be at least 0 and at most 1, got 2.0"), ("--horizons 5 0", "horizon must be at least 1, got 0"),
                                                 ("--eps x", "invalid float value: 'x'"), ("--esp 1", "unrecognized arguments")])
 def test_bad_input_is_one_clear_line_and_exit_code_2(tmp_path, arguments, message):
     done = subprocess.run([sys.executable, SCRIPT, *arguments.split(), "--out", str(tmp_path / "out")], capture_output=True, text=True)

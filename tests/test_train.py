@@ -72,11 +72,14 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another(finished, tmp
     assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
 
 
-def test_a_resumed_run_ends_as_an_uninterrupted_one(finished, tmp_path):
+def test_a_resumed_run_ends_as_an_uninterrupted_one(finished, tmp_path, capsys):
     """Stopped after one step of two, started again: the same rows and, to the bit, the same weights."""
     out = tmp_path / "resumed"
     main(["--method", "naive", "--out", str(out), *SMALL[:5], "1", *SMALL[6:]])
     main(["--method", "naive", "--out", str(out), "--resume", *SMALL])
+    with pytest.raises(SystemExit):
+        main(["--method", "naive", "--out", str(out), "--resume", "--seed", "5", *SMALL])
+    assert "was started with another --seed" in capsys.readouterr().err
     whole = [r for r in rows(finished / "metrics.csv", drop=("seconds",)) if r["method"] == "naive"]
     assert rows(out / "metrics.csv", drop=("seconds",)) == whole
     assert torch.equal(load_model(out / "policy").lm_head.weight, load_model(finished / "naive" / "policy").lm_head.weight)
