@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from model import token_logprobs
-from rollout import pad, rollout
+from rollout import pad, rollout, wilson
 from simulator import LEAVE, ModelUser, ScriptedUser
 from tasks import generate_problems
 
@@ -56,20 +56,39 @@ def test_a_dialogue_does_not_depend_on_who_shares_its_batch(chat, model):
         assert alone.tokens == t.tokens and alone.messages == t.messages and alone.ended == t.ended
 
 
-def test_an_unmarked_dialogue_ends_at_the_horizon_without_reward(chat, model):
-    for t in rollout(model, chat, Answers(("5", None)), PROBLEMS, keys(), horizon=2, max_new_tokens=4):
-        assert (t.ended, t.reward, t.turns) == ("horizon", 0.0, 2)
-        assert t.messages[-1]["role"] == "assistant"
+@pytest.fixture
+def says(chat, model):
+    """Make the model say a text, whatever it reads: its logits are overwritten, token by token, reply by reply."""
+    def make(text):
+        script, said = [*chat.encode(text), chat.end], [0]
+
+        def logits(hidden):
+            scores = torch.full((*hidden.shape[:-1], chat.vocab_size), -1000.0, dtype=torch.float64)
+            scores[..., script[said[0] % len(script)]] = 0.0
+            said[0] += 1
+            return scores
+
+        model.logits = logits
+        return model
+    return make
 
 
-def test_a_user_who_leaves_ends_the_dialogue_and_keeps_their_last_words(chat, model):
-    for t in rollout(model, chat, Answers(("hi", None), ("it's 5", "left")), PROBLEMS, keys(), horizon=4, max_new_tokens=4):
+def test_an_unmarked_dialogue_ends_at_the_horizon_without_reward(chat, says):
+    for t in rollout(says("It is so."), chat, Answers(("5", None)), PROBLEMS, keys(), horizon=2, max_new_tokens=9):
+        assert (t.ended, t.reward, t.turns, t.cut) == ("horizon", 0.0, 2, 0)
+        assert t.messages[-1] == {"role": "assistant", "content": "It is so."}
+
+
+def test_a_user_who_leaves_ends_the_dialogue_and_keeps_their_last_words(chat, says):
+    user = Answers(("hi", None), ("it's 5", "left"))
+    for t in rollout(says("Hm?"), chat, user, PROBLEMS, keys(), horizon=4, max_new_tokens=4):
         assert (t.ended, t.reward, t.turns) == ("left", 0.0, 1)
         assert t.messages[-1] == {"role": "user", "content": "it's 5"}
 
 
-def test_a_full_context_ends_the_dialogue_as_truncated_not_in_an_exception(chat, model):
-    for t in rollout(model, chat, Answers(("hi", None), ("long " * 600, None)), PROBLEMS, keys(), horizon=4, max_new_tokens=4):
+def test_a_full_context_ends_the_dialogue_as_truncated_not_in_an_exception(chat, says):
+    user = Answers(("hi", None), ("long " * 600, None))
+    for t in rollout(says("Hm?"), chat, user, PROBLEMS, keys(), horizon=4, max_new_tokens=4):
         assert (t.ended, t.reward, t.turns) == ("truncated", 0.0, 1)
 
 
@@ -78,24 +97,9 @@ def test_a_user_who_never_opens_leaves_an_empty_dialogue(chat, model):
         assert (t.ended, t.reward, t.turns, sum(t.action_mask)) == ("left", 0.0, 0, 0)
 
 
-@pytest.fixture
-def parrot(chat, model):
-    """A policy that always says the worked answer of the first problem: its logits are overwritten by position."""
-    def at(hidden):
-        logits = torch.full((*hidden.shape[:-1], chat.vocab_size), -100.0, dtype=torch.float64)
-        logits[..., script[min(at.said, len(script) - 1)]] = 100.0
-        at.said += 1
-        return logits
-    script, at.said = [*chat.encode(PROBLEMS[0].solution), chat.end], 0
-    model.logits = at
-    return model
-
-
-def test_a_marked_answer_ends_the_dialogue_and_is_graded(chat, parrot):
-    user = Answers(("hi", None))
+def test_a_marked_answer_ends_the_dialogue_and_is_graded(chat, says):
     for problem, expected in ((PROBLEMS[0], 1.0), (PROBLEMS[2], float(PROBLEMS[2].answer == PROBLEMS[0].answer))):
-        parrot.logits.said = 0
-        t, = rollout(parrot, chat, user, [problem], keys(1), horizon=4, max_new_tokens=40)
+        t, = rollout(says(PROBLEMS[0].solution), chat, Answers(("hi", None)), [problem], keys(1), horizon=4, max_new_tokens=40)
         assert (t.ended, t.reward, t.turns, t.cut) == ("answer", expected, 1, 0)
         assert t.messages[-1]["content"] == PROBLEMS[0].solution
 
@@ -109,14 +113,21 @@ def test_logged_contexts_are_no_actions(chat, model):
     assert t.messages[:3] == context and len(t.messages) == 4
 
 
-def test_a_cut_reply_is_marked_and_its_forced_end_of_turn_is_no_action(chat, parrot):
-    t, = rollout(parrot, chat, Answers(("5", None)), PROBLEMS[:1], keys(1), horizon=2, max_new_tokens=3)
-    assert t.cut == 2
+def test_a_cut_reply_is_marked_and_its_forced_end_of_turn_is_no_action(chat, says):
+    """Three tokens of "How many apples at first?" fit; the end-of-turn that follows them was not sampled."""
+    t, = rollout(says("How many apples at first?"), chat, Answers(("5", None)), PROBLEMS[:1], keys(1), horizon=2, max_new_tokens=3)
     start = len(chat.open("5"))
+    assert t.cut == 2 and t.messages[1]["content"] == "How many apples"
     assert t.action_mask[start:start + 4] == [1, 1, 1, 0] and t.tokens[start + 3] == chat.end
 
 
-def test_the_leaving_phrase_ends_a_scripted_dialogue(chat, model):
+def test_the_leaving_phrase_ends_a_scripted_dialogue(chat, says):
     leaver = ScriptedUser(lambda problem, dialogue: [(LEAVE, 1.0)] if dialogue else [("hi", 1.0)])
-    t, = rollout(model, chat, leaver, PROBLEMS[:1], keys(1), horizon=3, max_new_tokens=4)
+    t, = rollout(says("Hm?"), chat, leaver, PROBLEMS[:1], keys(1), horizon=3, max_new_tokens=4)
     assert t.ended == "left" and LEAVE not in str(t.messages)
+
+
+def test_a_share_has_a_wilson_interval_by_hand():
+    """8 of 10: centre 0.8 + 1.96^2 / 20 = 0.992, spread 1.96 sqrt(0.016 + 0.009604) = 0.3136, both over 1.38416."""
+    assert wilson(8, 10) == pytest.approx([0.4902, 0.9433], abs=1e-3)
+    assert wilson(0, 10)[0] == 0 and wilson(10, 10)[1] == 1

@@ -13,7 +13,6 @@ import torch
 
 from chat import load_chat
 from model import load_model
-from rollout import wilson
 from train import METHODS, METRICS, main, parse_config
 
 ROOT = Path(__file__).parent.parent
@@ -120,12 +119,6 @@ def test_a_short_training_run_raises_the_reward(tmp_path):
           "--prompts", "16", "--eval-every", "12", "--horizon", "3", "--max-new-tokens", "16"])
     rewards = [float(r["reward"]) for r in rows(tmp_path / "run" / "metrics.csv")]
     assert sum(rewards[-3:]) / 3 > rewards[0] + 0.1, rewards
-
-
-def test_the_wilson_interval_by_hand():
-    """8 of 10: centre 0.8 + 1.96^2 / 20 = 0.992, spread 1.96 sqrt(0.016 + 0.009604) = 0.3136, both over 1.38416."""
-    assert wilson(8, 10) == pytest.approx([0.4902, 0.9433], abs=1e-3)
-    assert wilson(0, 10)[0] == pytest.approx(0) and wilson(10, 10)[1] == pytest.approx(1)
 
 
 BAD = [("--taks math", "unrecognized arguments: --taks"), ("--task poetry", "invalid choice: 'poetry'"),
