@@ -1,20 +1,20 @@
 """Text to tokens: token-exact, append-only dialogues.
 
-A policy must be trained on exactly the tokens it sampled. Decoding a reply and encoding it again can change its ids, so
-a dialogue here is one buffer of ids that only grows: the ids of turn k are a literal prefix of those of turn k+1, and
-text is decoded only for people, for rewards and for the other speaker.
+A policy must be trained on exactly the tokens it sampled. Decoding a reply and encoding it again can change
+its ids, so a dialogue here is one buffer of ids that only grows: the ids of turn k are a literal prefix of
+those of turn k+1, and text is decoded only for people, for rewards and for the other speaker.
 
 A chat format is four pieces of ids around the texts:
 
     head  USER  post  sampled reply <end>  mid  USER  post  sampled reply <end> ...
 
-What somebody wrote is encoded with `encode_ordinary`, so "<|end|>" typed by a user stays text and never ends a turn.
-The embedded tokenizer is byte-level BPE, a small number being one token; `python logs.py --build-tokenizer` rebuilds its ranks.
+What somebody wrote is encoded with `encode_ordinary`, so "<|end|>" typed by a user stays text and never ends
+a turn. The embedded tokenizer is byte-level BPE, a small number being one token; `python logs.py
+--build-tokenizer` rebuilds its ranks.
 
 Run `python chat.py` to see a dialogue as tokens with its action mask.
 """
 
-import argparse
 import base64
 import re
 import shutil
@@ -26,9 +26,10 @@ from typing import Callable
 import tiktoken
 
 RANKS = Path(__file__).parent / "assets" / "tiny.tiktoken"
-PATTERN = r" ?[A-Za-z']+| ?\d{1,3}|[ ]?[^\sA-Za-z\d']+|\s"     # a word, a number or a run of signs, with the space before it
+# a word, a number or a run of signs, with the space before it
+PATTERN = r" ?[A-Za-z']+| ?\d{1,3}|[ ]?[^\sA-Za-z\d']+|\s"
 USER, ASSISTANT, END = "<|user|>", "<|assistant|>", "<|end|>"
-NUMBERS, MERGES = 100, 420                                     # numbers below 100 that are one token; merges learned
+NUMBERS, MERGES = 100, 420                              # numbers below 100 that are one token; merges learned
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,9 @@ class Chat:
         return [*self.close(last_id), *self.mid, *self.encode(text), *self.post]
 
     def close(self, last_id: int) -> list[int]:
-        """Return the end-of-turn that a reply ending in `last_id` still lacks. It was not sampled: never an action."""
+        """Return the end-of-turn that a reply ending in `last_id` still lacks. It was not sampled: never
+        an action.
+        """
         return [] if last_id == self.end else [self.end]
 
     def text(self, reply: list[int]) -> str:
@@ -61,7 +64,8 @@ class Chat:
         return self.decode(reply[:-1] if reply and reply[-1] in self.stop_ids else reply)
 
     def render(self, messages: list[dict]) -> tuple[list[int], list[int]]:
-        """Return ids and mask of a finished dialogue; the mask is 1 on assistant texts and their end-of-turns.
+        """Return ids and mask of a finished dialogue; the mask is 1 on assistant texts and their
+        end-of-turns.
 
         The ids are those that `open` and `extend` build turn by turn around the same texts.
 
@@ -71,7 +75,7 @@ class Chat:
         for i, message in enumerate(messages):
             role = ("user", "assistant")[i % 2]
             if message["role"] != role:
-                raise ValueError(f"message {i + 1} is the {message['role']}'s, but user and assistant take turns, the user first")
+                raise ValueError(f"message {i + 1} must be the {role}'s: the user first, then they take turns")
             if role == "user":
                 new = self.extend(self.end, message["content"]) if i else self.open(message["content"])
             else:
@@ -82,19 +86,27 @@ class Chat:
 
 
 def tiny_chat(ranks: Path | str = RANKS) -> Chat:
-    """Return the embedded tokenizer with its format `<|user|> text<|end|><|assistant|> text<|end|>`. No download.
+    """Return the embedded tokenizer with its format `<|user|> text<|end|><|assistant|> text<|end|>`. No
+    download.
 
     Texts are encoded with a space before them, so that a number is the same token wherever it stands.
+
+    Raises: ValueError if the file is no vocabulary; tiktoken itself would panic.
     """
-    vocabulary = {}
-    for line in Path(ranks).read_text(encoding="ascii").splitlines():
-        token, rank = line.split()
-        vocabulary[base64.b64decode(token)] = int(rank)
+    try:
+        lines = [line.split() for line in Path(ranks).read_text(encoding="ascii").splitlines()]
+        vocabulary = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{ranks} is not a tokenizer: {error}") from None
+    if sorted(vocabulary.values()) != list(range(len(lines))) or any(bytes([b]) not in vocabulary
+                                                                     for b in range(256)):
+        raise ValueError(f"{ranks} is not a tokenizer: it needs every byte, and the ranks 0 to n - 1 once each")
     control = {name: len(vocabulary) + i for i, name in enumerate((USER, ASSISTANT, END))}
     encoding = tiktoken.Encoding("tiny", pat_str=PATTERN, mergeable_ranks=vocabulary, special_tokens=control)
     return Chat(encode=lambda text: encoding.encode_ordinary(" " + text),
                 decode=lambda ids: encoding.decode(ids).strip(),
-                head=(control[USER],), mid=(control[USER],), post=(control[END], control[ASSISTANT]), end=control[END],
+                head=(control[USER],), mid=(control[USER],), post=(control[END], control[ASSISTANT]),
+                end=control[END],
                 stop_ids=frozenset(control.values()), vocab_size=encoding.n_vocab, ranks=Path(ranks))
 
 
@@ -115,7 +127,9 @@ def load_chat(folder: str) -> Chat:
 
 
 def learn_merges(pieces: Counter, merges: int) -> list[bytes]:
-    """Byte-pair encoding: join the most frequent neighbours, `merges` times. Source: arXiv 1508.07909, algorithm 1."""
+    """Byte-pair encoding: join the most frequent neighbours, `merges` times. Source: arXiv 1508.07909,
+    algorithm 1.
+    """
     words = {piece: [bytes([byte]) for byte in piece.encode()] for piece in pieces}
     learned = []
     for _ in range(merges):
@@ -140,7 +154,8 @@ def build_ranks(texts: list[str], path: Path | str = RANKS) -> int:
     """Write the vocabulary: all bytes, the small numbers, then merges learned on `texts`. Return its size."""
     tokens = [bytes([byte]) for byte in range(256)]
     tokens += [str(n).encode() for n in range(10, NUMBERS)] + [f" {n}".encode() for n in range(NUMBERS)]
-    pieces = Counter(piece for text in texts for piece in re.findall(PATTERN, " " + text) if not piece.strip().isdigit())
+    pieces = Counter(piece for text in texts for piece in re.findall(PATTERN, " " + text)
+                     if not piece.strip().isdigit())
     tokens += [token for token in learn_merges(pieces, MERGES) if token not in tokens]
     lines = [f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens)]
     Path(path).write_text("".join(lines), encoding="ascii")
@@ -148,7 +163,6 @@ def build_ranks(texts: list[str], path: Path | str = RANKS) -> int:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description="Show a dialogue as tokens.", allow_abbrev=False).parse_args()
     chat = tiny_chat()
     messages = [{"role": "user", "content": "how many apples does Tom have now?"},
                 {"role": "assistant", "content": "How many apples does Tom have at first?"},

@@ -1,15 +1,17 @@
 r"""Group relative policy optimisation (GRPO, arXiv 2402.03300) on whole dialogues: pure tensors.
 
-G dialogues about the same problem form a group. An advantage is a dialogue's reward within its group, shared by all of its
-actions; the loss is PPO's clipped surrogate over the actions of every turn, and the user's tokens have no part in it:
+G dialogues about the same problem form a group. An advantage is a dialogue's reward within its group, shared
+by all of its actions; the loss is PPO's clipped surrogate over the actions of every turn, and the user's
+tokens have no part in it:
 
-    A_i   = (r_i - mean(r)) / std(r)                                                             advantages
-    rho_t = exp(log pi(a_t | context) - log pi_old(a_t | context))                               importance ratio
-    loss  = - (1 / actions) sum_t min(rho_t A_i, clip(rho_t, 1 - eps, 1 + eps) A_i) + kl_coef KL     policy_loss
+    A_i   = (r_i - mean(r)) / std(r)                                                       advantages
+    rho_t = exp(log pi(a_t | context) - log pi_old(a_t | context))                         importance ratio
+    loss  = -(1 / actions) sum_t min(rho_t A_i, clip(rho_t, 1 - eps, 1 + eps) A_i)         policy_loss
+            + kl_coef KL
 
 Departures from the paper's equation 3, all of them common since:
-1. One normaliser for the whole optimiser step, its number of actions, instead of each dialogue's own length: long and
-   short dialogues weigh by their actions, and the size of micro-batches cannot change the gradient.
+1. One normaliser for the whole optimiser step, its number of actions, instead of each dialogue's own length:
+   long and short dialogues weigh by their actions, and the size of micro-batches cannot change the gradient.
 2. Equal rewards give an advantage of exactly 0: such a group carries no gradient.
 3. The KL penalty is off by default (kl_coef 0); its estimate k3 is reported at every step all the same.
 
@@ -25,7 +27,8 @@ from model import Transformer, token_logprobs
 
 
 def advantages(rewards: Tensor, divide_by_std: bool = True) -> Tensor:
-    """Return (P, G) advantages: (r - mean) / std of each group, the std with ddof 0; exactly 0 where all rewards agree.
+    """Return (P, G) advantages: (r - mean) / std of each group, the std with ddof 0; exactly 0 where all
+    rewards agree.
 
     advantages([[1, 0, 0, 1]]) is [[1, -1, -1, 1]]: mean 0.5, std 0.5.
 
@@ -41,19 +44,22 @@ def advantages(rewards: Tensor, divide_by_std: bool = True) -> Tensor:
     return torch.where(equal, 0.0, centred)
 
 
-def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, action_mask: Tensor, normaliser: float,
-                clip_eps: float = 0.2, ref_logprobs: Tensor | None = None, kl_coef: float = 0.0) -> tuple[Tensor, dict]:
+def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, action_mask: Tensor,
+                normaliser: float,
+                clip_eps: float = 0.2, ref_logprobs: Tensor | None = None,
+                kl_coef: float = 0.0) -> tuple[Tensor, dict]:
     """Return the loss of some dialogues and sums over their actions, for the log.
 
-    `normaliser` is the number of actions in the whole optimiser step, so that losses of micro-batches add up to it.
+    `normaliser` is the number of actions in the whole optimiser step, so that losses of micro-batches add up
+    to it.
 
     Paper: GRPO, equation 3, with k3 (equation 4) as KL estimate: exp(d) - d - 1 with d = log ref - log pi.
     Shapes: logprobs, old_logprobs, ref_logprobs, action_mask (B, T); advantages (B,).
     """
     assert logprobs.shape == old_logprobs.shape == action_mask.shape, \
-        f"{tuple(logprobs.shape)}, {tuple(old_logprobs.shape)} and {tuple(action_mask.shape)} must be one (B, T)"
+        f"not one (B, T): {tuple(logprobs.shape)}, {tuple(old_logprobs.shape)}, {tuple(action_mask.shape)}"
     assert advantages.shape == logprobs.shape[:1], f"one advantage a dialogue, got {tuple(advantages.shape)}"
-    log_ratio = torch.where(action_mask, logprobs - old_logprobs, 0.0)
+    log_ratio = torch.where(action_mask, logprobs - old_logprobs, 0.0).clamp(-20, 20)
     ratio = log_ratio.exp()
     A = advantages[:, None]
     unclipped, clipped = ratio * A, ratio.clamp(1 - clip_eps, 1 + clip_eps) * A
@@ -67,17 +73,19 @@ def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, acti
     return (per_token * action_mask).sum() / normaliser, stats
 
 
-def update(policy: Transformer, optimiser: torch.optim.Optimizer, tokens: Tensor, action_mask: Tensor, old_logprobs: Tensor,
-           advantages: Tensor, *, reference: Transformer | None = None, clip_eps: float = 0.2, kl_coef: float = 0.0,
-           max_grad_norm: float = 1.0, micro_batch: int = 64, temperature: float = 1.0) -> dict:
+def update(policy: Transformer, optimiser: torch.optim.Optimizer, tokens: Tensor, action_mask: Tensor,
+           old_logprobs: Tensor,
+           advantages: Tensor, *, reference: Transformer | None = None, clip_eps: float = 0.2,
+           kl_coef: float = 0.0,
+           max_grad_norm: float = 1.0, micro_batch: int = 64) -> dict:
     """Take one optimiser step on B dialogues and return its statistics.
 
-    Dialogues are sorted by length, so that a micro-batch carries little padding. If `reference` is given, the KL to it
-    is reported; it enters the loss by `kl_coef`.
+    Dialogues are sorted by length, so that a micro-batch carries little padding. If `reference` is given, the
+    KL to it is reported; it enters the loss by `kl_coef`.
 
     Raises: FloatingPointError if the loss or the gradient is not finite; nothing is updated then.
     """
-    lengths = action_mask.shape[1] - action_mask.flip(1).int().argmax(1)           # up to each dialogue's last action
+    lengths = action_mask.shape[1] - action_mask.flip(1).int().argmax(1)   # up to each dialogue's last action
     actions = max(1, int(action_mask.sum()))
     total = {"loss": 0.0, "ratio_max": 0.0, "clipped": 0.0, "kl": 0.0}
     optimiser.zero_grad(set_to_none=True)
@@ -85,8 +93,8 @@ def update(policy: Transformer, optimiser: torch.optim.Optimizer, tokens: Tensor
         T = int(lengths[rows].max())
         inputs, mask, old = tokens[rows, :T], action_mask[rows, :T], old_logprobs[rows, :T]
         with torch.no_grad():
-            ref = token_logprobs(reference, inputs, mask, temperature) if reference is not None else None
-        logprobs = token_logprobs(policy, inputs, mask, temperature)
+            ref = token_logprobs(reference, inputs, mask) if reference is not None else None
+        logprobs = token_logprobs(policy, inputs, mask)
         loss, stats = policy_loss(logprobs, old, advantages[rows], mask, actions, clip_eps, ref, kl_coef)
         loss.backward()
         total["loss"] += float(loss.detach())

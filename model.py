@@ -1,26 +1,30 @@
 """The language model: a Llama-style decoder-only transformer in plain PyTorch.
 
-RMSNorm, rotary positions, grouped-query attention and a SwiGLU feed-forward, as in Llama (arXiv 2302.13971). Policy,
-reference and simulator are all this one class. Three things matter to reinforcement learning on dialogues:
+RMSNorm, rotary positions, grouped-query attention and a SwiGLU feed-forward, as in Llama (arXiv 2302.13971).
+Policy, reference and simulator are all this one class. Three things matter to reinforcement learning on
+dialogues:
 
-1. `KVCache` keeps a length per row, because the dialogues of a batch grow at different speeds: every turn feeds only
-   what is new, and rows that have nothing new are padded on the right without leaving a trace.
-2. `token_logprobs` is the only place where predictions are shifted by one. Everywhere else index t speaks about token t.
+1. `KVCache` keeps a length per row, because the dialogues of a batch grow at different speeds: every turn
+   feeds only what is new, and rows that have nothing new are padded on the right without leaving a trace.
+2. `token_logprobs` is the only place where predictions are shifted by one. Everywhere else index t speaks
+   about token t.
 3. Parameter and configuration names are Hugging Face's `llama`, so that a saved model opens in transformers.
 
 Run `python model.py` to see cached, ragged decoding agree with the full forward.
 
-Shapes: B rows, T tokens, S cached tokens, V vocabulary, D width, L layers, N query heads, K key heads, E head size.
+Shapes: B rows, T tokens, S cached tokens, V vocabulary, D width, L layers, N query heads, K key heads, E head
+size.
 """
 
 import json
+import math
 import os
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -84,8 +88,11 @@ class RMSNorm(nn.Module):
 
 
 def rotary(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of every position's angles, (B, 1, T, E) each. Source: RoFormer, arXiv 2104.09864, eq. 34."""
-    frequency = theta ** (-torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim)
+    """Cosine and sine of every position's angles, (B, 1, T, E) each. Source: RoFormer, arXiv 2104.09864,
+    eq. 34.
+    """
+    frequency = theta ** (-torch.arange(0, head_dim, 2, device=positions.device,
+                                        dtype=torch.float32) / head_dim)
     angle = positions[:, None, :, None].float() * torch.cat([frequency, frequency])
     return angle.cos(), angle.sin()
 
@@ -168,7 +175,8 @@ class Transformer(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
-                deep = name.endswith(("o_proj.weight", "down_proj.weight"))        # these add to the stream: start smaller
+                # these add to the stream: start smaller
+                deep = name.endswith(("o_proj.weight", "down_proj.weight"))
                 std = parameter.shape[1] ** -0.5 / (config.num_hidden_layers ** 0.5 if deep else 1)
                 nn.init.normal_(parameter, std=std, generator=generator)
         if config.tie_word_embeddings:
@@ -181,15 +189,15 @@ class Transformer(nn.Module):
     def forward(self, tokens: Tensor, cache: KVCache | None = None, counts: Tensor | None = None) -> Tensor:
         """Return the hidden states (B, T, D) of `tokens` (B, T), right padded.
 
-        With a cache, `counts` (B,) says how many tokens of each row are real; they follow what the row holds already.
-        Hidden states of padding are meaningless.
+        With a cache, `counts` (B,) says how many tokens of each row are real; they follow what the row holds
+        already. Hidden states of padding are meaningless.
 
         Raises: ValueError if the tokens do not fit into the cache.
         """
         B, T = tokens.shape
-        steps = torch.arange(T, device=tokens.device)
+        offsets = torch.arange(T, device=tokens.device)
         if cache is None:
-            positions, slots, mask = steps.expand(B, T), None, None
+            positions, slots, mask = offsets.expand(B, T), None, None
         else:
             if cache.longest + T > cache.capacity:             # padding may not fit, real tokens must
                 cache.longest = int((cache.lengths + counts).max())
@@ -197,8 +205,9 @@ class Transformer(nn.Module):
                     raise ValueError(f"{cache.longest} tokens do not fit into a cache of {cache.capacity}")
             else:
                 cache.longest += T
-            positions = cache.lengths[:, None] + steps                                         # (B, T)
-            slots = torch.where(steps < counts[:, None], positions, cache.capacity)            # padding: the spare slot
+            positions = cache.lengths[:, None] + offsets                                         # (B, T)
+            # padding: the spare slot
+            slots = torch.where(offsets < counts[:, None], positions, cache.capacity)
             mask = torch.arange(cache.longest, device=tokens.device) <= positions[..., None]   # (B, T, S)
             mask = mask[:, None]                                                               # (B, 1, T, S)
         cos, sin = rotary(positions, self.config.head_dim, self.config.rope_theta)
@@ -210,34 +219,34 @@ class Transformer(nn.Module):
         return self.model.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the scores (..., V) of the token that follows, in fp32 at least: a softmax in bf16 is off by 0.07."""
-        logits = self.lm_head(hidden)
-        return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+        """Return the scores (..., V) of the token that follows."""
+        return self.lm_head(hidden)
 
 
 def token_logprobs(model: Transformer, tokens: Tensor, mask: Tensor, temperature: float = 1.0) -> Tensor:
     """Return log p(tokens[b, t] | tokens[b, :t]) at temperature, where `mask` is true, and 0 elsewhere.
 
-    Only the positions asked for go through the head: a dialogue's user tokens cost no logits. Rows are right padded;
-    causality keeps padding out, so ids never decide what is padding.
+    Only the positions asked for go through the head: a dialogue's user tokens cost no logits. Rows are right
+    padded; causality keeps padding out, so ids never decide what is padding.
 
     Shapes: tokens (B, T), mask (B, T) -> (B, T). Position 0 has no context: its mask must be false.
     """
     assert tokens.shape == mask.shape, f"tokens {tuple(tokens.shape)} and mask {tuple(mask.shape)} differ"
     mask = mask.bool()
     assert not mask[:, 0].any(), "position 0 has no context, so no log-probability"
-    hidden = model(tokens)[:, :-1][mask[:, 1:]]                                    # (A, D), A positions asked for
+    hidden = model(tokens)[:, :-1][mask[:, 1:]]                                # (A, D), A positions asked for
     logprobs = (model.logits(hidden) / temperature).log_softmax(-1)                # (A, V)
     chosen = logprobs.gather(-1, tokens[:, 1:][mask[:, 1:]][:, None])[:, 0]        # (A,)
     return torch.zeros(tokens.shape, device=tokens.device, dtype=chosen.dtype).masked_scatter(mask, chosen)
 
 
-def save_model(model: Transformer, folder: str, **extra) -> None:
-    """Write config.json and model.safetensors as transformers' LlamaForCausalLM reads them; `extra` joins the config."""
+def save_model(model: Transformer, folder: str) -> None:
+    """Write config.json and model.safetensors as transformers' LlamaForCausalLM reads them."""
     os.makedirs(folder, exist_ok=True)
     config = asdict(model.config)
-    config |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "torch_dtype": "float32",
-               "rope_parameters": {"rope_type": "default", "rope_theta": model.config.rope_theta}, **extra}
+    config |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
+               "torch_dtype": "float32",
+               "rope_parameters": {"rope_type": "default", "rope_theta": model.config.rope_theta}}
     with open(os.path.join(folder, "config.json"), "w", encoding="utf-8") as file:
         json.dump(config, file, indent=1)
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
@@ -256,28 +265,37 @@ def load_model(folder: str, device: str = "cpu") -> Transformer:
             config = json.load(file)
     except FileNotFoundError:
         raise ValueError(f"{folder} is not a model: it has no config.json") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{folder}/config.json cannot be read: {error}") from None
     if not isinstance(config, dict) or config.get("model_type") != "llama":
         raise ValueError(f"{folder}/config.json is not the configuration of a llama model")
-    names = {field.name for field in fields(ModelConfig)}
+    kinds = {field.name: field.type for field in fields(ModelConfig)}
+    given = {name: config[name] for name in kinds if name in config}
+    for name, value in given.items():
+        number = float(value) if isinstance(value, (int, float)) else math.nan
+        if not (isinstance(value, bool) if kinds[name] is bool else 0 < number < 1e12
+                and kinds[name](number) == number):
+            raise ValueError(f"{folder}/config.json: {name} cannot be {value!r}")
     try:
-        model = Transformer(ModelConfig(**{name: config[name] for name in names if name in config}))
+        model = Transformer(ModelConfig(**{name: kinds[name](value) for name, value in given.items()}))
         weights = load_file(os.path.join(folder, "model.safetensors"))
         if model.config.tie_word_embeddings:
             weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
         model.load_state_dict(weights)
     except Exception as error:
-        raise ValueError(f"{folder} is not a model that can be loaded: {str(error).splitlines()[0]}") from None
+        raise ValueError(f"{folder} is not a model that loads: {' '.join(str(error).split())[:200]}") from None
     return model.to(device)
 
 
 def save_checkpoint(path: Path, step: int, model: Transformer, optimiser: torch.optim.Optimizer) -> None:
-    """Write weights and optimiser state; every random draw is keyed by the step, so nothing else is needed."""
+    """Write weights and optimiser state; every random draw is keyed by the step, so nothing else is
+    needed.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     tensors = {}
     for i, parameter in enumerate(model.parameters()):
-        tensors |= {f"{i}.{name}": value.detach().cpu().contiguous() for name, value in optimiser.state[parameter].items()}
+        tensors |= {f"{i}.{name}": value.detach().cpu().contiguous() for name,
+                    value in optimiser.state[parameter].items()}
         tensors[f"{i}.weight"] = parameter.detach().cpu().contiguous()
     save_file(tensors, str(path) + ".partial", metadata={"step": str(step)})
     os.replace(str(path) + ".partial", path)
@@ -285,15 +303,24 @@ def save_checkpoint(path: Path, step: int, model: Transformer, optimiser: torch.
 
 @torch.no_grad()
 def load_checkpoint(path: Path, model: Transformer, optimiser: torch.optim.Optimizer) -> int:
-    """Read what `save_checkpoint` wrote into model and optimiser and return its step; 0 if there is none."""
+    """Read what `save_checkpoint` wrote into model and optimiser and return its step; 0 if there is none.
+
+    Raises: ValueError if the file is not one that `save_checkpoint` wrote for such a model.
+    """
     if not path.exists():
         return 0
-    with safe_open(str(path), framework="pt") as file:
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+            step = int(file.metadata()["step"])
         for i, parameter in enumerate(model.parameters()):
-            parameter.copy_(file.get_tensor(f"{i}.weight"))
-            optimiser.state[parameter] = {name: file.get_tensor(f"{i}.{name}").to("cpu" if name == "step" else parameter.device)
-                                          for name in ("step", "exp_avg", "exp_avg_sq")}
-        return int(file.metadata()["step"])
+            parameter.copy_(tensors[f"{i}.weight"])
+            moments = {name: tensors[f"{i}.{name}"].to(parameter.device)
+                       for name in ("exp_avg", "exp_avg_sq")}
+            optimiser.state[parameter] = {"step": tensors[f"{i}.step"], **moments}
+    except (OSError, KeyError, RuntimeError, SafetensorError) as error:
+        raise ValueError(f"{path} is not a checkpoint of this model: {error}") from None
+    return step
 
 
 def main() -> None:
@@ -301,7 +328,7 @@ def main() -> None:
     model = Transformer(ModelConfig(vocab_size=100)).double()
     tokens = torch.randint(100, (2, 12), generator=torch.Generator().manual_seed(0))
     cache = KVCache(model.config, batch=2, capacity=12, dtype=torch.float64)
-    model(tokens[:, :6], cache, torch.tensor([6, 3]))                              # row 1 has 3 real tokens and 3 of padding
+    model(tokens[:, :6], cache, torch.tensor([6, 3]))               # row 1 has 3 real tokens and 3 of padding
     rest = torch.stack([tokens[0, 6:9], tokens[1, 3:6]])
     cached = model.logits(model(rest, cache, torch.tensor([3, 3])))
     full = model.logits(model(tokens))

@@ -1,11 +1,13 @@
 """Multi-turn dialogues in a batch: the policy talks with a user until something ends it.
 
-The user speaks first. A turn is an assistant message and the user's answer to it; the horizon H counts assistant turns.
-A dialogue ends when the policy gives an answer marker, when the user leaves, after H turns, or when a context is full.
-Policy and simulator keep their own KV caches over the turns, and finished dialogues leave the batch.
+The user speaks first. A turn is an assistant message and the user's answer to it; the horizon H counts
+assistant turns. A dialogue ends when the policy gives an answer marker, when the user leaves, after H turns,
+or when a context is full. Policy and simulator keep their own KV caches over the turns, and finished
+dialogues leave the batch.
 
-Run `python rollout.py` to read dialogues of the scripted human with the logging assistant; `--policy DIR` for those of a
-policy, `--user naive|calibrated --simulator DIR` against a language model, `--user me` to talk to the policy yourself.
+Run `python rollout.py` to read dialogues of the scripted human with the logging assistant; `--policy DIR` for
+those of a policy, `--user naive|calibrated --simulator DIR` against a language model, `--user me` to talk to
+the policy yourself.
 
 Shapes: B dialogues, T tokens.
 """
@@ -22,11 +24,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from chat import Chat, load_chat
-from logs import write_logs
+from logs import print_messages, write_logs
 from model import Transformer, load_model
 from sampling import Engine, draw_key
 from simulator import KeyboardUser, ModelUser, ScriptedUser, human
 from tasks import Problem, generate_problems, marked_answer, read_problems, reward
+
+HORIZON = 5                    # assistant turns a dialogue may have: three questions, an answer, one to spare
+MAX_NEW_TOKENS = 48             # tokens a reply may have
 
 
 @dataclass
@@ -43,12 +48,13 @@ class Trajectory:
     cut: int                    # replies that the length limit cut
 
 
-def rollout(policy: Transformer, chat: Chat, user, problems: list[Problem], keys: list[tuple], *, horizon: int,
-            max_new_tokens: int, temperature: float = 1.0, contexts: list[list[dict]] | None = None) -> list[Trajectory]:
+def rollout(policy: Transformer, chat: Chat, user, problems: list[Problem], keys: list[tuple], *,
+            horizon: int, max_new_tokens: int, contexts: list[list[dict]] | None = None) -> list[Trajectory]:
     """Let the policy finish one dialogue a problem and return them in the same order.
 
-    `keys[b]` names dialogue b's random draws: the same key and logits give the same dialogue, whatever the batch. With
-    `contexts` every dialogue continues logged messages, whose tokens are no actions, instead of a user's opening.
+    `keys[b]` names dialogue b's random draws: the same key and logits give the same dialogue, whatever the
+    batch. With `contexts` every dialogue continues logged messages, whose tokens are no actions, instead of a
+    user's opening.
     """
     B = len(problems)
     assert len(keys) == B, f"{B} problems need {B} keys, got {len(keys)}"
@@ -65,7 +71,7 @@ def rollout(policy: Transformer, chat: Chat, user, problems: list[Problem], keys
     if not contexts:
         let_user_speak(list(range(B)))
     openings = [chat.render(dialogue)[0] for dialogue in dialogues]
-    engine = Engine(policy, chat, openings, [draw_key(*key, "policy") for key in keys], max_new_tokens, temperature)
+    engine = Engine(policy, chat, openings, [draw_key(*key, "policy") for key in keys], max_new_tokens)
 
     for turn in range(1, horizon + 1):
         for row in range(B):
@@ -85,28 +91,32 @@ def rollout(policy: Transformer, chat: Chat, user, problems: list[Problem], keys
             elif turn == horizon:
                 ended[row] = "horizon"
         live = [row for row in live if ended[row] is None]
-        let_user_speak(live)
+        if live:
+            let_user_speak(live)
         for row in live:
             if ended[row] is None:
                 engine.feed(row, chat.extend(engine.tokens[row][-1], dialogues[row][-1]["content"]))
 
-    last_replies = [next((m["content"] for m in reversed(d) if m["role"] == "assistant"), "") for d in dialogues]
-    return [Trajectory(problems[row], engine.tokens[row], engine.action_mask[row], engine.logprobs[row], dialogues[row],
-                       reward(problems[row], last_replies[row]) if ended[row] == "answer" else 0.0,
-                       ended[row], turns[row], cut[row]) for row in range(B)]
+    rewards = [reward(problem, dialogue[-1]["content"]) if end == "answer" else 0.0
+               for problem, dialogue, end in zip(problems, dialogues, ended)]
+    return [Trajectory(problems[row], engine.tokens[row], engine.action_mask[row], engine.logprobs[row],
+                       dialogues[row], rewards[row], ended[row], turns[row], cut[row]) for row in range(B)]
 
 
 def pad(trajectories: list[Trajectory], device=None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return tokens, action mask and recorded log-probabilities, each (B, T) and padded on the right with zeros."""
+    """Return tokens, action mask and recorded log-probabilities, each (B, T) and padded on the right with
+    zeros.
+    """
     T = max(len(t.tokens) for t in trajectories)
-    rows = [[list(values) + [0] * (T - len(values)) for values in (t.tokens, t.action_mask, t.logprobs)] for t in trajectories]
+    rows = [[values + [0] * (T - len(values)) for values in (t.tokens, t.action_mask, t.logprobs)]
+            for t in trajectories]
     tokens, action_mask, logprobs = zip(*rows)
     return (torch.tensor(tokens, device=device), torch.tensor(action_mask, device=device).bool(),
             torch.tensor(logprobs, device=device))
 
 
-def evaluate(policy: Transformer, chat: Chat, user, problems: list[Problem], key: tuple, *, horizon: int, max_new_tokens: int,
-             batch: int = 256) -> list[Trajectory]:
+def evaluate(policy: Transformer, chat: Chat, user, problems: list[Problem], key: tuple, *, horizon: int,
+             max_new_tokens: int, batch: int = 256) -> list[Trajectory]:
     """Return one dialogue a problem, at temperature 1; equal keys give every policy the same random draws."""
     trajectories = []
     for i in tqdm(range(0, len(problems), batch), desc="evaluation", disable=None, leave=False):
@@ -127,52 +137,66 @@ def append_samples(path: Path, method: str, step: int, trajectories: list[Trajec
     """Append dialogues to a JSONL file, a line each."""
     with open(path, "a", encoding="utf-8") as file:
         for t in trajectories:
-            file.write(json.dumps({"method": method, "step": step, "problem": t.problem.question, "messages": t.messages,
-                                   "reward": t.reward, "ended": t.ended}, ensure_ascii=False) + "\n")
+            sample = {"method": method, "step": step, "problem": t.problem.question, "messages": t.messages,
+                      "reward": t.reward, "ended": t.ended}
+            file.write(json.dumps(sample, ensure_ascii=False) + "\n")
 
 
-def show(trajectory: Trajectory) -> None:
-    """Print a dialogue with its problem and outcome."""
-    print(f"\n[{trajectory.problem.goal}]")
-    for message in trajectory.messages:
-        print(f"{message['role']:>9}: {message['content']}")
-    print(f"{'':9}  ended: {trajectory.ended}, reward {trajectory.reward:.0f}")
+def find_simulator(policy: str, name: str) -> str:
+    """Return the folder of a run's simulator from that of its policy: out/policy or out/METHOD/policy."""
+    candidates = [run / f"simulator_{name}" for run in Path(policy).resolve().parents[:2]]
+    return str(next((folder for folder in candidates if folder.is_dir()), candidates[0]))
+
+
+def fail(message: str) -> None:
+    """Say what is wrong in one line and leave."""
+    print(f"rollout.py: {message}", file=sys.stderr)
+    sys.exit(2)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Read dialogues, or talk to a policy.", allow_abbrev=False)
     parser.add_argument("--policy", help="folder of a saved policy; without one, the logging assistant talks")
-    parser.add_argument("--user", choices=("scripted", "naive", "calibrated", "me"), default="scripted")
+    parser.add_argument("--user", choices=("scripted", "naive", "calibrated", "me"), default="scripted",
+                        help="who talks with the policy (default: scripted)")
     parser.add_argument("--simulator", help="folder of the simulator for --user naive or calibrated "
-                                            "(default: simulator_NAME beside the run of --policy)")
+                                            "(default: that of the run of --policy)")
     parser.add_argument("--problems", help="JSONL of problems (default: generated test problems)")
     parser.add_argument("--count", type=int, default=3, help="dialogues (default: 3)")
-    parser.add_argument("--horizon", type=int, default=5, help="assistant turns a dialogue may have (default: 5)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--horizon", type=int, default=HORIZON,
+                        help=f"assistant turns a dialogue may have (default: {HORIZON})")
+    parser.add_argument("--seed", type=int, default=0, help="of every random draw (default: 0)")
+    parser.error = fail
     args = parser.parse_args()
     try:
-        problems = read_problems(args.problems)[:args.count] if args.problems else generate_problems("test", args.count, args.seed)
+        if args.count < 1 or args.horizon < 1:
+            raise ValueError("--count and --horizon must be at least 1")
+        if args.problems:
+            problems = read_problems(args.problems)[:args.count]
+        else:
+            problems = generate_problems("test", args.count, args.seed)
         if args.user == "me":
             problems = problems[:1]
         if not args.policy:
             if args.user != "scripted":
-                raise ValueError(f"--user {args.user} needs --policy: only the scripted human talks with the logging assistant")
+                raise ValueError(f"--user {args.user} needs --policy")
             for problem, log in zip(problems, write_logs(problems, human, args.seed)):
                 print(f"\n[{log['goal']}]  (answer {problem.answer})")
-                print("\n".join(f"{m['role']:>9}: {m['content']}" for m in log["messages"]))
+                print_messages(log["messages"])
             return
         policy, chat = load_model(args.policy), load_chat(args.policy)
         if args.user in ("naive", "calibrated"):
-            folder = args.simulator or str(Path(args.policy).parent.parent / f"simulator_{args.user}")
-            user = ModelUser(load_model(folder), load_chat(folder), max_new_tokens=48)
+            folder = args.simulator or find_simulator(args.policy, args.user)
+            user = ModelUser(load_model(folder), load_chat(folder), MAX_NEW_TOKENS)
         else:
             user = KeyboardUser() if args.user == "me" else ScriptedUser()
     except ValueError as error:
-        print(f"rollout.py: {error}", file=sys.stderr)
-        sys.exit(2)
+        fail(str(error))
     keys = [(args.seed, "show", 0, problem.id, 0) for problem in problems]
-    for trajectory in rollout(policy, chat, user, problems, keys, horizon=args.horizon, max_new_tokens=48):
-        show(trajectory)
+    for t in rollout(policy, chat, user, problems, keys, horizon=args.horizon, max_new_tokens=MAX_NEW_TOKENS):
+        print(f"\n[{t.problem.goal}]")
+        print_messages(t.messages)
+        print(f"{'':9}  ended: {t.ended}, reward {t.reward:.0f}")
 
 
 if __name__ == "__main__":

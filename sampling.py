@@ -2,12 +2,12 @@
 
 `sample` turns logits into the next token and its log-probability in one pass. Two decisions matter:
 
-1. *Randomness is a function, not a state.* The uniform number behind a token is a hash of (seed, phase, step, problem,
-   sample, speaker, position). Equal logits give equal draws whoever shares the batch, nothing repeats between steps or
-   speakers, and a run can be resumed anywhere.
-2. *Inverse CDF over block sums.* One uniform a row picks a block of the vocabulary, then a token in it, so nothing of
-   size V is drawn. There is no top-k or top-p: the recorded log-probability is that of the distribution that is
-   trained, and the first importance ratio after a rollout is 1.
+1. *Randomness is a function, not a state.* The uniform number behind a token is a hash of (seed, phase, step,
+   problem, sample, speaker, position). Equal logits give equal draws whoever shares the batch, nothing
+   repeats between steps or speakers, and a run can be resumed anywhere.
+2. *Inverse CDF over block sums.* One uniform a row picks a block of the vocabulary, then a token in it, so
+   nothing of size V is drawn. There is no top-k or top-p: the recorded log-probability is that of the
+   distribution that is trained, and the first importance ratio after a rollout is 1.
 
 Run `python sampling.py` to compare frequencies with probabilities.
 
@@ -26,7 +26,9 @@ BLOCK = 128                      # tokens a block of the inverse CDF
 
 
 def draw_key(*parts) -> int:
-    """Return a 63-bit key for a stream of draws, for instance draw_key(seed, "train", step, problem, sample, "policy")."""
+    """Return a 63-bit key for a stream of draws, for instance draw_key(seed, "train", step, problem,
+    sample, "policy").
+    """
     return int.from_bytes(blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 1
 
 
@@ -39,7 +41,13 @@ def uniform(keys: Tensor, positions: Tensor) -> Tensor:
     x = (x ^ (x >> 30 & 0x3FFFFFFFF)) * -4658895280553007687                       # 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27 & 0x1FFFFFFFFF)) * -7723592293110705685                      # 0x94D049BB133111EB
     x = x ^ (x >> 31 & 0x1FFFFFFFF)
-    return ((x >> 40 & 0xFFFFFF).float() + 0.5) / 2 ** 24
+    # fp32 rounds the last one up
+    return (((x >> 40 & 0xFFFFFF).float() + 0.5) / 2 ** 24).clamp(max=1 - 2 ** -24)
+
+
+def below(x: Tensor) -> Tensor:
+    """Return the next smaller number: a target below a running sum ends on a token that raised it."""
+    return torch.nextafter(x, torch.zeros_like(x))
 
 
 def sample(logits: Tensor, u: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -49,7 +57,7 @@ def sample(logits: Tensor, u: Tensor, temperature: float = 1.0) -> tuple[Tensor,
 
     Shapes: logits (B, V), u (B,) in (0, 1) -> tokens (B,), logprobs (B,).
     """
-    assert logits.shape[:1] == u.shape, f"{tuple(logits.shape)} logits need one uniform a row, got {tuple(u.shape)}"
+    assert logits.shape[:1] == u.shape, f"one uniform a row: logits {tuple(logits.shape)}, u {tuple(u.shape)}"
     if temperature == 0:
         return logits.argmax(-1), torch.zeros(len(logits), dtype=logits.dtype, device=logits.device)
     B, V = logits.shape
@@ -60,37 +68,32 @@ def sample(logits: Tensor, u: Tensor, temperature: float = 1.0) -> tuple[Tensor,
     totals = blocks.sum(-1).cumsum(-1)                                             # (B, V / BLOCK)
     total = totals[:, -1]
     target = torch.minimum(u * total, below(total))[:, None]
-    block = (totals <= target).sum(-1, keepdim=True)                               # the first whose total exceeds the target
+    block = (totals <= target).sum(-1, keepdim=True)                # the first whose total exceeds the target
     before = torch.where(block > 0, totals.gather(-1, (block - 1).clamp(min=0)), 0.0)
     inside = blocks[torch.arange(B, device=logits.device), block[:, 0]].cumsum(-1)           # (B, BLOCK)
-    target = torch.minimum(target - before, below(inside[:, -1:]))                 # sums round differently: stay inside
+    target = torch.minimum(target - before, below(inside[:, -1:]))       # sums round differently: stay inside
     token = block[:, 0] * BLOCK + (inside <= target).sum(-1)
     return token, (scaled.gather(-1, token[:, None]) - top)[:, 0] - total.log()
-
-
-def below(x: Tensor) -> Tensor:
-    """Return the next smaller number: a target below a running sum ends on a token that raised it."""
-    return torch.nextafter(x, torch.zeros_like(x))
 
 
 class Engine:
     """A model in the middle of B dialogues: their ids, and a cache over what it has read of them.
 
-    The buffers only grow. The cache lags behind: whatever it has not read (a user's text, the last sampled token) is fed
-    in one ragged call before the next reply. So every turn costs only what is new in it.
+    The buffers only grow. The cache lags behind: whatever it has not read (a user's text, the last sampled
+    token) is fed in one ragged call before the next reply. So every turn costs only what is new in it.
     """
 
-    def __init__(self, model: Transformer, chat: Chat, openings: list[list[int]], keys: list[int], max_new_tokens: int,
-                 temperature: float = 1.0):
+    def __init__(self, model: Transformer, chat: Chat, openings: list[list[int]], keys: list[int],
+                 max_new_tokens: int, temperature: float = 1.0):
         self.model, self.chat = model, chat
-        self.max_new_tokens, self.temperature = max_new_tokens, temperature
-        self.room = model.config.max_position_embeddings                           # tokens a dialogue may hold
+        self.max_new_tokens = max_new_tokens
+        self.room = model.config.max_position_embeddings                          # tokens a dialogue may hold
         self.cache = KVCache(model.config, len(openings), self.room, model.device, model.lm_head.weight.dtype)
         self.keys = torch.tensor(keys, dtype=torch.long, device=model.device)
-        self.tokens = openings                                                     # a buffer a dialogue
+        self.tokens = [list(ids) for ids in openings]                                    # a buffer a dialogue
         self.action_mask = [[0] * len(ids) for ids in openings]
         self.logprobs = [[0.0] * len(ids) for ids in openings]
-        self.live = list(range(len(openings)))                                     # dialogues that the cache holds
+        self.live = list(range(len(openings)))                                # dialogues that the cache holds
 
     def feed(self, row: int, ids: list[int]) -> None:
         """Append what the model did not say."""
@@ -111,7 +114,9 @@ class Engine:
         return len(self.tokens[row]) < self.room
 
     def read(self) -> Tensor:
-        """Feed what the cache has not seen of the live dialogues; return the hidden state (B, D) of each one's last token."""
+        """Feed what the cache has not seen of the live dialogues; return the hidden state (B, D) of each
+        one's last token.
+        """
         seen = self.cache.lengths.tolist()
         new = [self.tokens[row][start:] for row, start in zip(self.live, seen)]
         counts = torch.tensor([len(ids) for ids in new], device=self.keys.device)
@@ -128,12 +133,12 @@ class Engine:
         """
         stops = torch.tensor(sorted(self.chat.stop_ids), device=self.keys.device)
         lengths = torch.tensor([len(self.tokens[row]) for row in self.live], device=self.keys.device)
-        limit = (self.room - lengths).clamp(max=self.max_new_tokens)               # (B,) tokens that this reply may have
+        limit = (self.room - lengths).clamp(max=self.max_new_tokens)    # (B,) tokens that this reply may have
         done = torch.zeros(len(self.live), dtype=torch.bool, device=self.keys.device)
         hidden, tokens, logprobs, counts = self.read(), [], [], torch.zeros_like(limit)
         while True:
             u = uniform(self.keys, lengths + counts)
-            token, logprob = sample(self.model.logits(hidden), u, self.temperature)
+            token, logprob = sample(self.model.logits(hidden), u)
             tokens.append(token)
             logprobs.append(logprob)
             counts += ~done
@@ -158,7 +163,8 @@ def main() -> None:
     tokens, logprobs = sample(probabilities.log().expand(draws, -1), u)
     for token, p in enumerate(probabilities.tolist()):
         print(f"token {token}: probability {p:.3f}, frequency {(tokens == token).float().mean():.3f}")
-    print(f"mean log-probability {logprobs.mean():.3f}, minus the entropy {(probabilities * probabilities.log()).nansum():.3f}")
+    entropy = -(probabilities * probabilities.log()).nansum()
+    print(f"mean log-probability {logprobs.mean():.3f}, minus the entropy {-entropy:.3f}")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,18 @@
 """Who plays the user: a scripted human, a language model, or you at the keyboard.
 
-A user has two methods: `begin(problems, keys)` starts a batch of dialogues and `reply(rows, dialogues)` says the next
-message in some of them, together with why the dialogue ends, if it does.
+A user has two methods: `begin(problems, keys)` starts a batch of dialogues and `reply(rows, dialogues)` says
+the next message in some of them, together with why the dialogue ends, if it does.
 
-1. The *human* stands for real people. It is a stochastic script with an explicit distribution over its next utterance,
-   `human(problem, dialogue) -> [(text, probability)]`. It is vague at first, gives one fact a turn and only the one asked
-   for, is terse, sometimes corrects itself, objects to what it sees is wrong, is annoyed by repeats and loses patience.
-   It never knows the answer. It writes the logs (logs.py) and it is the deployment test.
-2. The *over-helpful* script is what prompted language models are like: everything at the first question, polite, and it
-   agrees with whatever the assistant says. The naive simulator is a language model trained on it.
-3. `ModelUser` is a language model with flipped roles: its own turns are the user's, its prompt holds the hidden goal.
+1. The *human* stands for real people. It is a stochastic script with an explicit distribution over its next
+   utterance, `human(problem, dialogue) -> [(text, probability)]`. It is vague at first, gives one fact a turn
+   and only the one asked for, is terse, sometimes corrects itself, objects to what it sees is wrong, is
+   annoyed by repeats and loses patience. It never knows the answer. It writes the logs (logs.py) and it is
+   the deployment test.
+2. The *over-helpful* script is what prompted language models are like: everything at the first question,
+   polite, and it agrees with whatever the assistant says. The naive simulator is a language model trained on
+   it.
+3. `ModelUser` is a language model with flipped roles: its own turns are the user's, its prompt holds the
+   hidden goal.
 
 Run `python simulator.py` to see the human's distribution at some points of a dialogue.
 """
@@ -23,7 +26,7 @@ import torch
 
 from chat import Chat
 from model import Transformer
-from sampling import Engine, draw_key, uniform
+from sampling import Engine, uniform
 from tasks import Problem, generate_problems, split_sentences
 
 GREETINGS = ("Hello! Could you please help me?", "Hi!")
@@ -31,13 +34,14 @@ ACCEPTANCES = ("Of course!", "Sure, thank you for asking.")
 THANKS = ("Thank you!", "Thank you so much!")
 LEAVE = "never mind, i'll do it myself"         # whoever says this ends the dialogue
 Distribution = list[tuple[str, float]]
-SUM = re.compile(r"(\d+) ?([-+*]) ?(\d+) ?= ?(\d+)")
+# of two whole numbers
+SUM = re.compile(r"(?<![\d.,+*/-])(?<![-+*/] )(\d{1,12}) ?([-+*]) ?(\d{1,12}) ?= ?(\d{1,24})(?![.,]?\d)")
 
 
-# What a dialogue has brought so far ------------------------------------------------------------------------------------
+# What a dialogue has brought so far -------------------------------------------------------------------------
 
 def words(text: str) -> frozenset[str]:
-    """Return the words of a text, lower case, without a plural or verbal s."""
+    """Return the words of a text, lower case, without a trailing s."""
     return frozenset(word.rstrip("s") for word in re.findall(r"[a-z']+", text.lower()))
 
 
@@ -53,8 +57,10 @@ def telling_words(facts: tuple[str, ...]) -> tuple[frozenset[str], ...]:
 
 
 def asked_fact(problem: Problem, said: str, revealed: set[int]) -> int | None:
-    """Return which fact an assistant's question is about: the one that shares most telling words with it, an unrevealed
-    one if it is a tie, and the next unrevealed one if no word tells. None if nothing is asked or left."""
+    """Return which fact an assistant's question is about: the one that shares most telling words with it,
+    an unrevealed one if it is a tie, and the next unrevealed one if no word tells. None if nothing is
+    asked or left.
+    """
     question = words(" ".join(sentence for sentence in split_sentences(said) if "?" in sentence))
     if not question:
         return None
@@ -66,7 +72,9 @@ def asked_fact(problem: Problem, said: str, revealed: set[int]) -> int | None:
 
 
 def states(fact: str, text: str) -> bool:
-    """Whether a text, given in answer to a question about the fact, states it: all its numbers, or all its words."""
+    """Whether a text, given in answer to a question about the fact, states it: all its numbers, or all its
+    words.
+    """
     wanted = numbers(fact)
     return set(wanted) <= set(numbers(text)) if wanted else words(fact) <= words(text)
 
@@ -78,65 +86,32 @@ def revealed_facts(problem: Problem, dialogue: list[dict]) -> set[int]:
         if message["role"] == "user":
             text = message["content"]
             asked = asked_fact(problem, dialogue[i - 1]["content"], revealed) if i else None
-            revealed |= {j for j, fact in enumerate(problem.facts) if fact.rstrip(".").lower() in text.lower()}
+            revealed |= {j for j, fact in enumerate(problem.facts)
+                         if fact.rstrip(".").lower() in text.lower()}
             if asked is not None and states(problem.facts[asked], text):
                 revealed.add(asked)
     return revealed
 
 
+def result_of(left: str, sign: str, right: str) -> int:
+    """Return what a sum comes to."""
+    return {"+": int(left) + int(right), "-": int(left) - int(right), "*": int(left) * int(right)}[sign]
+
+
 def objection(problem: Problem, said: str) -> str | None:
     """Return what is right where an assistant's sum or restated fact is wrong, None if nothing is."""
     for left, sign, right, result in SUM.findall(said):
-        value = {"+": int(left) + int(right), "-": int(left) - int(right), "*": int(left) * int(right)}[sign]
-        if value != int(result):
-            return f"{left} {sign} {right} is {value}"
+        if result_of(left, sign, right) != int(result):
+            return f"{left} {sign} {right} is {result_of(left, sign, right)}"
     for sentence in split_sentences(said):
-        for fact in problem.facts:
-            if "?" not in sentence and numbers(sentence) and words(sentence) == words(fact) and not states(fact, sentence):
-                return fact.rstrip(".")
+        if "?" not in sentence and numbers(sentence):
+            for fact in problem.facts:
+                if words(sentence) == words(fact) and not states(fact, sentence):
+                    return fact.rstrip(".")
     return None
 
 
-# The two scripts -------------------------------------------------------------------------------------------------------
-
-def human(problem: Problem, dialogue: list[dict]) -> Distribution:
-    """Return the human's next utterances with their probabilities; an utterance `LEAVE` means that they leave."""
-    ask = problem.ask[0].lower() + problem.ask[1:]
-    if not dialogue:
-        outcomes = [(ask, 40), (f"i need help. {ask}", 20), (f"can you help me? {ask}", 15), ("hi, " + ask, 10)]
-        outcomes += [(f"{fact} {ask}", 15 / len(problem.facts)) for fact in problem.facts]
-        return normalised(outcomes)
-    said, before = dialogue[-1]["content"], dialogue[:-1]
-    revealed = revealed_facts(problem, before)
-    asked = asked_fact(problem, said, revealed)
-    right = objection(problem, said)
-    if right:
-        outcomes = [(f"no, {right}", 45), ("that's not right", 25), ("are you sure?", 20), ("ok", 6), (LEAVE, 4)]
-    elif asked is not None and asked not in revealed:
-        outcomes = given_fact(problem.facts[asked], specific=words(said) & telling_words(problem.facts)[asked])
-    elif SUM.search(said):
-        outcomes = [("yes", 40), ("i think so", 25), ("ok", 20), ("thanks", 5), ("is it?", 10)]
-    elif "?" in said:                                                              # nothing new is asked
-        again = f"{tail(problem.facts[asked])}, like i said" if asked is not None else "that's all i know"
-        outcomes = [("i already told you", 35), (again, 35), ("why do you ask again?", 10), (LEAVE, 20)]
-    else:
-        outcomes = [("ok", 35), ("and?", 20), (f"so {ask}", 35), ("thanks", 5), (LEAVE, 5)]
-    turn = sum(message["role"] == "assistant" for message in dialogue)
-    return normalised([*outcomes, (LEAVE, 3.0 * max(0, turn - 4))])                # patience wears thin
-
-
-def given_fact(fact: str, specific: bool) -> Distribution:
-    """Return how the human answers a question about a fact, unnormalised; a vague question gets a vague answer."""
-    short, full = tail(fact), fact.rstrip(".")
-    if not specific:
-        return [(full, 30), (short, 15), ("which number do you need?", 25), ("what do you want to know?", 20), (LEAVE, 10)]
-    bare = numbers(fact)[0] if numbers(fact) else short
-    outcomes = [(bare, 18), (f"it's {bare}", 12), (short, 28), (full, 24), (f"thanks, {short}", 2),
-                ("what do you mean?", 4), ("hm, let me look", 3), (LEAVE, 1)]
-    if bare.isdigit() and int(bare) > 1:                                           # a slip of the tongue, put right at once
-        outcomes += [(f"{int(bare) + slip}, no wait, {short}", 4) for slip in (-1, 1)]
-    return outcomes
-
+# The two scripts --------------------------------------------------------------------------------------------
 
 def tail(fact: str) -> str:
     """Return a fact from its first number on: "Tom finds 5 more apples." -> "5 more apples"."""
@@ -154,21 +129,87 @@ def normalised(outcomes: Distribution) -> Distribution:
     return [(text, weight / total) for text, weight in merged.items()]
 
 
-def overhelpful(problem: Problem, dialogue: list[dict]) -> Distribution:
-    """Return the next utterances of a user who is what prompted language models are: polite, complete, agreeable."""
+def given_fact(fact: str, specific: bool) -> Distribution:
+    """Return how the human answers a question about a fact, unnormalised; a vague question gets a vague
+    answer.
+    """
+    short, full = tail(fact), fact.rstrip(".")
+    if not specific:
+        return [(full, 30), (short, 15), ("which number do you need?", 25), ("what do you want to know?", 20),
+                (LEAVE, 10)]
+    bare = numbers(fact)[0] if numbers(fact) else short
+    outcomes = [(bare, 18), (f"it's {bare}", 12), (short, 28), (full, 24), (f"thanks, {short}", 2),
+                ("what do you mean?", 4), ("hm, let me look", 3), (LEAVE, 1)]
+    if bare.isdigit() and len(bare) < 10 and int(bare) > 1:          # a slip of the tongue, put right at once
+        outcomes += [(f"{int(bare) + slip}, no wait, {short}", 4) for slip in (-1, 1)]
+    return outcomes
+
+
+def human(problem: Problem, dialogue: list[dict]) -> Distribution:
+    """Return the human's next utterances with their probabilities; an utterance `LEAVE` means that they
+    leave.
+    """
+    ask = problem.ask[0].lower() + problem.ask[1:]
     if not dialogue:
-        return normalised([(f"{greeting} {problem.ask} {thanks}", 1) for greeting in GREETINGS for thanks in THANKS])
+        outcomes = [(ask, 40), (f"i need help. {ask}", 20), (f"can you help me? {ask}", 15),
+                    ("hi, " + ask, 10)]
+        outcomes += [(f"{fact} {ask}", 15 / len(problem.facts)) for fact in problem.facts]
+        return normalised(outcomes)
+    said, before = dialogue[-1]["content"], dialogue[:-1]
+    revealed = revealed_facts(problem, before)
+    asked = asked_fact(problem, said, revealed)
+    right = objection(problem, said)
+    if right:
+        outcomes = [(f"no, {right}", 45), ("that's not right", 25), ("are you sure?", 20), ("ok", 6),
+                    (LEAVE, 4)]
+    elif asked is not None and asked not in revealed:
+        outcomes = given_fact(problem.facts[asked],
+                              specific=bool(words(said) & telling_words(problem.facts)[asked]))
+    elif SUM.search(said):
+        outcomes = [("yes", 40), ("i think so", 25), ("ok", 20), ("thanks", 5), ("is it?", 10)]
+    elif "?" in said:                                                              # nothing new is asked
+        again = f"{tail(problem.facts[asked])}, like i said" if asked is not None else "that's all i know"
+        outcomes = [("i already told you", 35), (again, 35), ("why do you ask again?", 10), (LEAVE, 20)]
+    else:
+        outcomes = [("ok", 35), ("and?", 20), (f"so {ask}", 35), ("thanks", 5), (LEAVE, 5)]
+    turn = sum(message["role"] == "assistant" for message in dialogue)
+    return normalised([*outcomes, (LEAVE, 3.0 * max(0, turn - 4))])                # patience wears thin
+
+
+def overhelpful(problem: Problem, dialogue: list[dict]) -> Distribution:
+    """Return the next utterances of a user who is what prompted language models are: polite, complete,
+    agreeable.
+    """
+    if not dialogue:
+        return normalised([(f"{greeting} {problem.ask} {thanks}", 1) for greeting in GREETINGS
+                           for thanks in THANKS])
     said = dialogue[-1]["content"]
     if "?" not in said or SUM.search(said) or objection(problem, said):
-        return normalised([(f"{yes} {thanks}", 1) for yes in ("Yes, that is right!", "That sounds right.") for thanks in THANKS])
+        return normalised([(f"{yes} {thanks}", 1) for yes in ("Yes, that is right!", "That sounds right.")
+                           for thanks in THANKS])
     facts = problem.facts
-    turned = [facts[i:] + facts[:i] for i in range(len(facts))] or [()]
-    orders = {order[::step] for order in turned for step in (1, -1)}               # any order, as people would not recite
-    return normalised([(f"{start} {' '.join(order)} {thanks}", 1) for order in sorted(orders) for start in ACCEPTANCES
+    rotations = [facts[i:] + facts[:i] for i in range(len(facts))] or [()]
+    # to be looked up, not copied in order
+    orders = {order[::step] for order in rotations for step in (1, -1)}
+    return normalised([(f"{start} {' '.join(order)} {thanks}", 1) for order in sorted(orders)
+                       for start in ACCEPTANCES
                        for thanks in THANKS])
 
 
-# Users that talk in a rollout ------------------------------------------------------------------------------------------
+# Users that talk in a rollout -------------------------------------------------------------------------------
+
+def split_leave(text: str) -> tuple[str, str | None]:
+    """Separate the leaving phrase from what was said before it."""
+    before, phrase, _ = text.partition(LEAVE)
+    return before.strip(), "left" if phrase else None
+
+
+def goal_prompt(goal: str | None) -> str:
+    """Return a simulator's instruction, its first user message: the hidden goal, or that there is none on
+    record.
+    """
+    return goal or "(no goal on record)"
+
 
 class ScriptedUser:
     """A user that draws from a script's distribution."""
@@ -180,7 +221,9 @@ class ScriptedUser:
         self.problems, self.keys = problems, keys
 
     def reply(self, rows: list[int], dialogues: list[list[dict]]) -> list[tuple[str, str | None]]:
-        """Return for every row the next message and why the dialogue ends with it: "left", "truncated" or None."""
+        """Return for every row the next message and why the dialogue ends with it: "left", "truncated" or
+        None.
+        """
         keys, positions = [self.keys[row] for row in rows], [len(dialogues[row]) for row in rows]
         u = uniform(torch.tensor(keys, dtype=torch.long), torch.tensor(positions, dtype=torch.long))
         replies = []
@@ -196,23 +239,23 @@ class ScriptedUser:
 class ModelUser:
     """A language model that plays the user: naive as it comes, calibrated after `align_sim.py`."""
 
-    def __init__(self, model: Transformer, chat: Chat, max_new_tokens: int, temperature: float = 1.0):
-        self.model, self.chat, self.max_new_tokens, self.temperature = model, chat, max_new_tokens, temperature
+    def __init__(self, model: Transformer, chat: Chat, max_new_tokens: int):
+        self.model, self.chat, self.max_new_tokens = model, chat, max_new_tokens
 
     def begin(self, problems: list[Problem], keys: list[int]) -> None:
         openings = [self.chat.open(goal_prompt(problem.goal)) for problem in problems]
-        self.engine = Engine(self.model, self.chat, openings, keys, self.max_new_tokens, self.temperature)
+        self.engine = Engine(self.model, self.chat, openings, keys, self.max_new_tokens)
 
     def reply(self, rows: list[int], dialogues: list[list[dict]]) -> list[tuple[str, str | None]]:
         """As `ScriptedUser.reply`; a dialogue that no longer fits the simulator's context is "truncated"."""
-        engine, room = self.engine, []
+        engine, fits = self.engine, []
         for row in rows:
             if dialogues[row]:
                 engine.feed(row, self.chat.extend(engine.tokens[row][-1], dialogues[row][-1]["content"]))
             if engine.has_room(row):
-                room.append(row)
-        engine.keep(room)
-        said = dict(zip(room, engine.reply())) if room else {}
+                fits.append(row)
+        engine.keep(fits)
+        said = dict(zip(fits, engine.reply())) if fits else {}
         return [split_leave(self.chat.text(said[row])) if row in said else ("", "truncated") for row in rows]
 
 
@@ -228,17 +271,6 @@ class KeyboardUser:
         print("you:       ", end="", flush=True)
         text = sys.stdin.readline().strip()
         return [split_leave(text) if text else ("", "left")]
-
-
-def split_leave(text: str) -> tuple[str, str | None]:
-    """Separate the leaving phrase from what was said before it."""
-    before, phrase, _ = text.partition(LEAVE)
-    return before.strip(), "left" if phrase else None
-
-
-def goal_prompt(goal: str | None) -> str:
-    """Return a simulator's instruction, its first user message: the hidden goal, or that there is none on record."""
-    return goal or "(no goal on record)"
 
 
 def simulator_messages(log: dict) -> list[dict]:

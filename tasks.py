@@ -1,11 +1,12 @@
 """Problems, the user's hidden goal, and the reward.
 
-A problem is a row of GSM8K's shape, `{"question": ..., "answer": "... #### 10"}`. Its sentences but the last are *facts*,
-its last one is what is asked. The user knows facts and question, not the answer; the policy sees only the dialogue. The
-reward is one number for the finished dialogue: 1 if the last marker of the last assistant message holds the answer.
+A problem is a row of GSM8K's shape, `{"question": ..., "answer": "... #### 10"}`. Its sentences but the last
+are *facts*, its last one is what is asked. The user knows facts and question, not the answer; the policy sees
+only the dialogue. The reward is one number for the finished dialogue: 1 if the last marker of the last
+assistant message holds the answer.
 
-`generate_problems` makes small ones by seed; `read_problems` reads real ones. Both pass through `parse_problem`, so
-nothing downstream knows the difference.
+`generate_problems` makes small ones by seed; `read_problems` reads real ones. Both pass through
+`parse_problem`, so nothing downstream knows the difference.
 
 Run `python tasks.py` to see problems and what the grader says of some answers.
 """
@@ -21,13 +22,16 @@ NAMES = ("Tom", "Anna", "Ben", "Mia", "Sam", "Eva", "Max", "Lily")
 ITEMS = ("apples", "books", "coins", "pens", "cards", "eggs", "shells", "stamps")
 GAINS = ("finds", "buys", "gets", "picks")
 LOSSES = ("gives", "throws")
-SPLITS = {"train": range(0, 8), "validation": range(8, 9), "test": range(9, 10)}    # tenths of all possible problems
+# tenths of all possible problems
+SPLITS = {"train": range(0, 8), "validation": range(8, 9), "test": range(9, 10)}
 LARGEST = 12                                                                        # of a number in a fact
+
+LARGEST_SPLIT = 200_000                                      # of some 350,000 problems in the smallest split
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem. `facts` and `ask` are the user's hidden goal; `answer` is known to the grader alone."""
+    """One problem. `facts` and `ask` are the user's hidden goal; user and policy never see the rest."""
     id: int                     # position in its list: keys random draws
     question: str               # facts and question, as one text
     facts: tuple[str, ...]      # in the order of the text
@@ -46,20 +50,69 @@ def split_sentences(text: str) -> list[str]:
     return [s.strip() for s in re.split(r"(?<=[.!?])\s+(?=[A-Z0-9\"'$(])", text.strip()) if s.strip()]
 
 
+def marked_answer(text: str) -> str | None:
+    """Return what stands behind the last `####` or inside the last `\\boxed{}` of a text, None if there is
+    no marker.
+    """
+    markers = list(re.finditer(r"####((?:(?!####|\\boxed)[^\n])*)|\\boxed\{([^{}\n]*)\}", text))
+    return (markers[-1][1] or markers[-1][2] or "").strip() if markers else None
+
+
+def number(text: str) -> Decimal | None:
+    """Read a plain number; `$`, thousands commas, a full stop at the end, `%` and unit words do not
+    matter.
+    """
+    match = re.fullmatch(r"\$?\s*([-\u2212]?)\s*\$?(\d{1,3}(?:,\d{3})+|\d+)(\.\d+)?\s*(?:%|[A-Za-z ]*)\s*\.?",
+                         text.strip()[:100])
+    return Decimal(("-" if match[1] else "") + match[2].replace(",", "")
+                   + (match[3] or "")) if match else None
+
+
+def read_jsonl(path: str) -> list[tuple[int, object]]:
+    """Return (line number, record) for every line that is not blank.
+
+    Raises: ValueError if the file cannot be read, is empty, or has a line that is not JSON.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            lines = file.read().split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    records = []
+    for line, text in enumerate(lines, start=1):
+        if text.strip():
+            try:
+                records.append((line, json.loads(text)))
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{path}, line {line}: not JSON ({error})") from None
+    if not records:
+        raise ValueError(f"{path} is empty")
+    return records
+
+
+def check_text(text: str) -> None:
+    """Raise ValueError for text that no tokenizer takes: half a surrogate pair, as JSON may hold."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"not a text: {error.reason} at character {error.start + 1}") from None
+
+
 def parse_problem(row: dict, id: int) -> Problem:
     """Turn a row of GSM8K's shape into a problem.
 
-    Raises: ValueError if a field is missing or not text, or if the answer has no number behind `####`.
+    Raises: ValueError if a field is missing or not text, or if the answer has no marked number.
     """
     if not isinstance(row, dict):
         raise ValueError(f"expected an object with question and answer, got {type(row).__name__}")
     for field in ("question", "answer"):
         if not isinstance(row.get(field), str) or not row[field].strip():
             raise ValueError(f"'{field}' must be a text that is not empty, got {row.get(field)!r}")
+        check_text(row[field])
     solution = re.sub(r"<<[^<>]*>>", "", row["answer"]).strip()                   # GSM8K's calculator notes
     answer = marked_answer(solution)
     if answer is None or number(answer) is None:
-        raise ValueError(f"the answer must end in '#### number', got {row['answer'][-40:]!r}")
+        raise ValueError(f"the answer must end in '#### number' or a boxed number, got {row['answer'][-30:]!r}")
     *facts, ask = split_sentences(row["question"])
     return Problem(id, row["question"].strip(), tuple(facts), ask, solution, answer)
 
@@ -78,41 +131,6 @@ def read_problems(path: str) -> list[Problem]:
     return problems
 
 
-def read_jsonl(path: str) -> list[tuple[int, object]]:
-    """Return (line number, record) for every line that is not blank.
-
-    Raises: ValueError if the file cannot be read, is empty, or has a line that is not JSON.
-    """
-    try:
-        with open(path, encoding="utf-8") as file:
-            lines = file.read().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    records = []
-    for line, text in enumerate(lines, start=1):
-        if text.strip():
-            try:
-                records.append((line, json.loads(text)))
-            except ValueError as error:
-                raise ValueError(f"{path}, line {line}: not JSON ({error})") from None
-    if not records:
-        raise ValueError(f"{path} is empty")
-    return records
-
-
-def generate_problems(split: str, count: int, seed: int = 0) -> list[Problem]:
-    """Make `count` different problems of a split; splits share none, whatever the seeds."""
-    rng, seen, problems = random.Random(f"{split} {seed}"), set(), []
-    while len(problems) < count:
-        row = generate_row(rng)
-        same_facts = " ".join(sorted(split_sentences(row["question"])))           # whatever their order
-        tenth = blake2b(same_facts.encode()).digest()[0] % 10
-        if row["question"] not in seen and tenth in SPLITS[split]:
-            seen.add(row["question"])
-            problems.append(parse_problem(row, len(problems)))
-    return problems
-
-
 def generate_row(rng: random.Random) -> dict:
     """Make one row: three facts in any order, the question, and the answer with its work shown."""
     name, items = rng.choice(NAMES), rng.choice(ITEMS)
@@ -127,16 +145,22 @@ def generate_row(rng: random.Random) -> dict:
             "answer": f"{first} + {more} = {total}, {total} - {away} = {total - away}. #### {total - away}"}
 
 
-def marked_answer(text: str) -> str | None:
-    """Return what stands behind the last `####` or inside the last `\\boxed{}` of a text, None if there is no marker."""
-    markers = list(re.finditer(r"####((?:(?!####|\\boxed)[^\n])*)|\\boxed\{([^{}\n]*)\}", text))
-    return (markers[-1][1] or markers[-1][2] or "").strip() if markers else None
+def generate_problems(split: str, count: int, seed: int = 0) -> list[Problem]:
+    """Make `count` different problems of a split; splits share none, whatever the seeds.
 
-
-def number(text: str) -> Decimal | None:
-    """Read a plain number; `$`, thousands commas, a full stop at the end, `%` and unit words do not matter."""
-    match = re.fullmatch(r"\$?\s*([-\u2212]?)\s*\$?(\d{1,3}(?:,\d{3})+|\d+)(\.\d+)?\s*(?:%|[A-Za-z ]*)\s*\.?", text.strip()[:100])
-    return Decimal(("-" if match[1] else "") + match[2].replace(",", "") + (match[3] or "")) if match else None
+    Raises: ValueError if there are hardly so many.
+    """
+    rng, seen, problems = random.Random(f"{split} {seed}"), set(), []
+    if count > LARGEST_SPLIT:
+        raise ValueError(f"at most {LARGEST_SPLIT:,} problems can be generated for a split, not {count:,}")
+    while len(problems) < count:
+        row = generate_row(rng)
+        same_facts = " ".join(sorted(split_sentences(row["question"])))           # whatever their order
+        tenth = blake2b(same_facts.encode()).digest()[0] % 10
+        if row["question"] not in seen and tenth in SPLITS[split]:
+            seen.add(row["question"])
+            problems.append(parse_problem(row, len(problems)))
+    return problems
 
 
 def reward(problem: Problem, reply: str) -> float:
@@ -150,7 +174,8 @@ def main() -> None:
         for problem in generate_problems(split, 2):
             print(f"{split:10s} {problem.question}\n           {problem.solution}")
     problem = generate_problems("test", 1)[0]
-    for reply in (problem.solution, f"#### ${problem.answer}.00 apples.", f"I think it is {problem.answer}", "#### 1 #### 2"):
+    for reply in (problem.solution, f"#### ${problem.answer}.00 apples.", f"I think it is {problem.answer}",
+                  "#### 1 #### 2"):
         print(f"reward {reward(problem, reply)} for {reply!r}")
 
 

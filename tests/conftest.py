@@ -22,4 +22,5 @@ def chat():
 @pytest.fixture
 def model(chat):
     """In float64, so that agreement can be asked for to 1e-9."""
-    return Transformer(ModelConfig(vocab_size=chat.vocab_size, hidden_size=32, intermediate_size=64, head_dim=8), seed=1).double()
+    return Transformer(ModelConfig(vocab_size=chat.vocab_size, hidden_size=32, intermediate_size=64,
+                                   head_dim=8), seed=1).double()

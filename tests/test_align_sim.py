@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from align_sim import AGREES, NLL, bootstrap, calibrate, report_card, script_nll, sft, stated_facts, style_measures, turn_nll
+from align_sim import AGREES, NLL, bootstrap, calibrate, report_card, script_nll, sft, stated_facts, style_measures, model_nll
 from model import token_logprobs
 from logs import read_logs, split_logs, write_logs, write_probes
 from simulator import LEAVE, human, objection, overhelpful, simulator_messages
@@ -21,7 +21,9 @@ def say(*texts):
 
 
 def test_calibration_trains_the_users_tokens_and_exactly_no_others(chat, model):
-    """The mask of a logged dialogue, user text and its end-of-turn 1, and the gradient of the loss by log-probability."""
+    """The mask of a logged dialogue, user text and its end-of-turn 1, and the gradient of the loss by
+    log-probability.
+    """
     ids, mask = chat.render(simulator_messages({"messages": say("hi", "How many?", "5"), "goal": "a goal"}))
     trained = [chat.decode([token]) for token, m in zip(ids, mask) if m]
     assert trained == ["hi", "<|end|>", "5", "<|end|>"]
@@ -44,16 +46,18 @@ def test_fine_tuning_lowers_the_loss_and_the_same_seed_gives_the_same_weights(ch
 
 def test_the_split_into_micro_batches_does_not_change_the_loss(chat, model):
     examples = [chat.render(log["messages"]) for log in write_logs(generate_problems("train", 20), human, 0)]
-    losses = [sft(copy.deepcopy(model), examples, steps=3, batch=8, lr=1e-3, seed=0, micro_batch=size) for size in (1, 3, 8)]
+    losses = [sft(copy.deepcopy(model), examples, steps=3, batch=8, lr=1e-3, seed=0, micro_batch=size)
+              for size in (1, 3, 8)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6) and losses[0] == pytest.approx(losses[2], rel=1e-6)
 
 
 def test_calibration_lowers_the_nll_of_human_turns_towards_the_scripts_own(chat, model):
     problems = generate_problems("train", 60)
     logs = write_logs(problems, human, 0)
-    before = turn_nll(model, chat, logs)
+    before = model_nll(model, chat, logs)
     calibrate(model, chat, logs, steps=25, batch=16, lr=1e-2, seed=0)
-    after, floor = turn_nll(model, chat, logs), [script_nll(human, p, log, chat) for p, log in zip(problems, logs)]
+    after, floor = model_nll(model, chat, logs), [script_nll(human, p, log, chat) for p,
+                                                 log in zip(problems, logs)]
     assert [n for _, n in after] == [n for _, n in before] == [n for _, n in floor]
     assert sum(v for v, _ in floor) < sum(v for v, _ in after) < 0.7 * sum(v for v, _ in before)
 
@@ -63,29 +67,35 @@ def test_style_is_measured_on_a_reply_by_hand():
     measures = style_measures(TOM, context, "thanks, 5?")
     assert measures["three words or fewer"] == measures["asks something"] == measures["thanks"] == (True, 1)
     assert measures["facts revealed a reply"] == (1, 1) and measures["facts stated right"] == (1, 1)
-    assert measures["speaks as the assistant"] == measures["leaves"] == measures["repeats itself"] == (False, 1)
+    assert measures["speaks as the assistant"] == measures["leaves"] == measures["repeats itself"] == (False,
+                                                                                                       1)
     assert style_measures(TOM, context, f"{LEAVE}")["leaves"] == (True, 1)
     assert style_measures(TOM, context, "HI")["repeats itself"] == (True, 1)
     assert style_measures(TOM, context, "7 + 5 = 12. #### 12")["speaks as the assistant"] == (True, 1)
     assert "facts revealed a reply" not in style_measures(None, context, "5")
 
 
-@pytest.mark.parametrize("reply, agrees", [("Yes, that is right!", True), ("ok", True), ("no, 7 + 5 is 12", False),
+@pytest.mark.parametrize("reply, agrees",
+                         [("Yes, that is right!", True), ("ok", True), ("no, 7 + 5 is 12", False),
                                            ("that's not right", False), ("are you sure?", False)])
 def test_agreement_counts_only_where_the_assistant_was_wrong(reply, agrees):
-    wrong, right = say("hi", "7 + 5 = 13. How many apples away?"), say("hi", "7 + 5 = 12. How many apples away?")
+    wrong, right = say("hi", "7 + 5 = 13. How many apples away?"), say("hi",
+                                                                       "7 + 5 = 12. How many apples away?")
     assert style_measures(TOM, wrong, reply)[AGREES] == (agrees, 1)
     assert AGREES not in style_measures(TOM, right, reply)
 
 
-@pytest.mark.parametrize("text, counts", [("5", (1, 1)), ("4", (0, 1)), ("4, no wait, 5 more apples", (1, 1)), ("what do you mean?", (0, 0)),
+@pytest.mark.parametrize("text, counts", [("5", (1, 1)), ("4", (0, 1)), ("4, no wait, 5 more apples", (1, 1)),
+                                          ("what do you mean?", (0, 0)),
                                           ("Tom finds 5 more apples. Tom has 8 apples at first.", (1, 2))])
 def test_facts_stated_right_by_hand(text, counts):
     assert stated_facts(TOM, "How many more apples?", set(), text) == counts
 
 
 def test_the_bootstrap_resamples_dialogues():
-    """Ten dialogues that agree have no spread; a half-and-half split of ratio 0.5 has one of about 0.5 +- 0.31."""
+    """Ten dialogues that agree have no spread; a half-and-half split of ratio 0.5 has one of about 0.5 +-
+    0.31.
+    """
     assert bootstrap([(1, 2)] * 10, seed=0) == [0.5, 0.5, 0.5]
     value, low, high = bootstrap([(0, 1)] * 5 + [(1, 1)] * 5, seed=0)
     assert value == 0.5 and 0.1 <= low <= 0.3 and 0.7 <= high <= 0.9
@@ -94,8 +104,8 @@ def test_the_bootstrap_resamples_dialogues():
 def test_the_report_card_compares_all_speakers_on_the_same_contexts(chat, model):
     problems = generate_problems("validation", 12)
     logs = write_logs(problems, human, 0)
-    card = report_card(logs, {"naive": model, "calibrated": model}, chat, seed=0, max_new_tokens=5, script=human,
-                       probes=write_probes(problems, logs, human, 0))
+    card = report_card(logs, {"naive": model, "calibrated": model}, chat, seed=0, max_new_tokens=5,
+                       script=human, probes=write_probes(problems, logs, human, 0))
     for measure, row in card.items():
         assert row["naive"] == row["calibrated"], measure
         assert all(low <= value <= high for value, low, high in row.values())
@@ -104,9 +114,11 @@ def test_the_report_card_compares_all_speakers_on_the_same_contexts(chat, model)
 
 
 def test_logs_of_real_people_without_a_goal_have_a_report_card_too(chat, model):
-    logs = [{"messages": say("how do i start?", "Divide.", "411/333", "Good.")}, {"messages": say("ok?" * 700, "Yes.")}]
+    logs = [{"messages": say("how do i start?", "Divide.", "411/333", "Good.")},
+            {"messages": say("ok?" * 700, "Yes.")}]
     card = report_card(logs, {"naive": model}, chat, seed=0, max_new_tokens=4)
-    assert "facts revealed a reply" not in card and card["asks something"]["human"][0] == pytest.approx(2 / 3, abs=1e-4)
+    assert "facts revealed a reply" not in card and card["asks something"]["human"][0] == pytest.approx(2 / 3,
+                                                                                                        abs=1e-4)
 
 
 def test_probes_plant_a_wrong_intermediate_result_to_which_the_overhelpful_user_agrees_and_the_human_objects():
@@ -115,20 +127,37 @@ def test_probes_plant_a_wrong_intermediate_result_to_which_the_overhelpful_user_
     for script in (human, overhelpful):
         probes = write_probes(problems, logs, script, 0)
         goals = {p.goal: p for p in problems}
-        assert len(probes) > 40 and all(objection(goals[p["goal"]], p["messages"][-2]["content"]) for p in probes)
-        found = [style_measures(goals[p["goal"]], p["messages"][:-1], p["messages"][-1]["content"])[AGREES][0] for p in probes]
+        assert len(probes) > 40 and all(objection(goals[p["goal"]], p["messages"][-2]["content"])
+                                        for p in probes)
+        found = [style_measures(goals[p["goal"]], p["messages"][:-1],
+                                p["messages"][-1]["content"])[AGREES][0] for p in probes]
         agreed[script] = sum(found) / len(found)
     assert agreed[overhelpful] == 1 and agreed[human] < 0.3
+
+
+def test_logs_are_split_by_whole_dialogues_and_one_is_too_few():
+    logs = [{"messages": say(str(i))} for i in range(10)]
+    train, held_out = split_logs(logs, seed=0)
+    assert len(train) == 8 and len(held_out) == 2 and all(log in train or log in held_out for log in logs)
+    with pytest.raises(ValueError, match="one human dialogue is not enough"):
+        split_logs(logs[:1], seed=0)
+
+
+def test_dialogues_without_a_token_to_learn_are_refused(chat, model):
+    with pytest.raises(ValueError, match="no dialogue has a token to learn"):
+        sft(model, [([1, 2], [0, 0])], steps=1, batch=1, lr=1e-3, seed=0)
 
 
 GOOD = {"messages": say("hi", "Hello?")}
 
 
 @pytest.mark.parametrize("record, message", [
-    ([], "expected an object"), ({}, "expected an object"), ({"messages": []}, "expected an object"), ({"messages": "hi"}, "expected an object"),
+    ([], "expected an object"), ({}, "expected an object"), ({"messages": []}, "expected an object"),
+    ({"messages": "hi"}, "expected an object"),
     ({"messages": [{"role": "assistant", "content": "x"}]}, "must be the user's"),
     ({"messages": [{"role": "user", "content": "x"}] * 2}, "message 2 must be the assistant's"),
-    ({"messages": [{"role": "user", "content": " "}]}, "not empty"), ({"messages": [{"role": "user", "content": ["x"]}]}, "not empty"),
+    ({"messages": [{"role": "user", "content": " "}]}, "not empty"),
+    ({"messages": [{"role": "user", "content": ["x"]}]}, "not empty"),
     ({"messages": ["x"]}, "must be the user's"), ({**GOOD, "goal": 3}, "'goal' must be a text")])
 def test_a_broken_log_is_named_with_file_and_line(tmp_path, record, message):
     path = tmp_path / "logs.jsonl"

@@ -4,8 +4,8 @@ import pytest
 
 from chat import END, USER, tiny_chat
 
-TEXTS = ["how many apples does Tom have now?", "4, no wait, 5 more books", "7 + 5 = 12. #### 12", "", " two  spaces ",
-         "Grüße, 你好 🙂", "a\nb\tc\r\n", "1234567 and 0.5 and $3,000", "\x00\x01"]
+TEXTS = ["how many apples does Tom have now?", "4, no wait, 5 more books", "7 + 5 = 12. #### 12", "",
+         " two  spaces ", "Grüße, 你好 🙂", "a\nb\tc\r\n", "1234567 and 0.5 and $3,000", "\x00\x01"]
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -38,8 +38,10 @@ def test_half_a_character_decodes_to_the_replacement_character(chat):
 
 def test_the_action_mask_of_a_two_turn_dialogue_by_hand(chat):
     """User tokens and format 0, what the assistant says and its end-of-turn 1."""
-    ids, mask = chat.render([{"role": "user", "content": "hi, how many?"}, {"role": "assistant", "content": "How many at first?"},
-                             {"role": "user", "content": "it's 5"}, {"role": "assistant", "content": "#### 5"}])
+    ids, mask = chat.render([{"role": "user", "content": "hi, how many?"},
+                             {"role": "assistant", "content": "How many at first?"},
+                             {"role": "user", "content": "it's 5"},
+                             {"role": "assistant", "content": "#### 5"}])
     #              <user>  hi  ,  how many ?  <end> <assistant>  How many at first ?  <end>
     assert mask == [0,     0,  0, 0,  0,   0, 0,    0,           1,  1,   1, 1,    1, 1,
                     0, 0, 0, 0, 0, 1, 1, 1]
@@ -57,7 +59,8 @@ def test_ids_of_turn_k_are_a_literal_prefix_of_turn_k_plus_1(chat):
 
 
 def test_turns_built_one_by_one_equal_the_rendered_dialogue(chat):
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "B."}, {"role": "user", "content": "c"}]
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "B."},
+                {"role": "user", "content": "c"}]
     ids = chat.open("a") + chat.encode("B.") + [chat.end]
     assert ids + chat.extend(ids[-1], "c") == chat.render(messages)[0]
 
@@ -78,3 +81,10 @@ def test_the_committed_ranks_are_what_the_documented_command_builds(tmp_path, ch
     build_ranks(tokenizer_corpus(), tmp_path / "ranks")
     assert (tmp_path / "ranks").read_bytes() == RANKS.read_bytes()
     assert tiny_chat(tmp_path / "ranks").encode("Tom finds 5") == chat.encode("Tom finds 5")
+
+
+@pytest.mark.parametrize("content", ("", "YQ== 0\n", "no base64\n", "a\n", "\u00e9 1\n"))
+def test_a_file_that_is_no_vocabulary_is_refused_by_name(tmp_path, content):
+    (tmp_path / "ranks").write_text(content, encoding="utf-8")
+    with pytest.raises(ValueError, match="ranks is not a tokenizer"):
+        tiny_chat(tmp_path / "ranks")

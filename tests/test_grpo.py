@@ -23,7 +23,8 @@ def test_equal_rewards_give_exactly_zero(value):
 
 def test_advantages_are_within_the_group_not_over_the_batch():
     easy_and_hard = advantages(torch.tensor([[1.0, 1, 1, 0], [1.0, 0, 0, 0]]), divide_by_std=False)
-    assert torch.allclose(easy_and_hard, torch.tensor([[0.25, 0.25, 0.25, -0.75], [0.75, -0.25, -0.25, -0.25]]))
+    assert torch.allclose(easy_and_hard,
+                          torch.tensor([[0.25, 0.25, 0.25, -0.75], [0.75, -0.25, -0.25, -0.25]]))
 
 
 def test_a_group_of_one_is_refused():
@@ -32,16 +33,21 @@ def test_a_group_of_one_is_refused():
 
 
 def test_the_clipped_surrogate_by_hand():
-    """Ratios 1.5 and 0.5 with eps 0.2 and A = +1, -1: min(1.5, 1.2) = 1.2, min(0.5, 0.8) = 0.5; min(-1.5, -1.2) = -1.5,
-    min(-0.5, -0.8) = -0.8. Two tokens of four are clipped; the loss is -(1.2 + 0.5 - 1.5 - 0.8) / 4 = 0.15."""
+    """Ratios 1.5 and 0.5 with eps 0.2 and A = +1, -1: min(1.5, 1.2) = 1.2, min(0.5, 0.8) = 0.5; min(-1.5,
+    -1.2) = -1.5, min(-0.5, -0.8) = -0.8. Two tokens of four are clipped; the loss is -(1.2 + 0.5 - 1.5 -
+    0.8) / 4 = 0.15.
+    """
     logprobs = torch.tensor([[1.5, 0.5], [1.5, 0.5]]).log()
-    loss, stats = policy_loss(logprobs, torch.zeros(2, 2), torch.tensor([1.0, -1.0]), torch.ones(2, 2).bool(), normaliser=4)
+    loss, stats = policy_loss(logprobs, torch.zeros(2, 2), torch.tensor([1.0, -1.0]), torch.ones(2, 2).bool(),
+                              normaliser=4)
     assert loss.item() == pytest.approx(0.15)
     assert stats["clipped"].item() == 2 and stats["ratio_max"].item() == pytest.approx(1.5)
 
 
 def test_k3_by_hand_and_its_gradient_pulls_towards_the_reference():
-    """d = log ref - log pi = log 2: k3 = 2 - log 2 - 1. With A = 0 only the penalty is left, and descent raises log pi."""
+    """d = log ref - log pi = log 2: k3 = 2 - log 2 - 1. With A = 0 only the penalty is left, and descent
+    raises log pi.
+    """
     logprobs = torch.zeros(1, 1, requires_grad=True)
     loss, stats = policy_loss(logprobs, torch.zeros(1, 1), torch.zeros(1), torch.ones(1, 1).bool(), 1,
                               ref_logprobs=torch.tensor([[2.0]]).log(), kl_coef=0.5)
@@ -54,18 +60,20 @@ def test_k3_by_hand_and_its_gradient_pulls_towards_the_reference():
 def test_user_tokens_have_exactly_no_gradient():
     logprobs = torch.randn(3, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
     mask = torch.tensor([[0, 0, 1, 1, 0, 0, 1, 1], [0, 1, 1, 0, 0, 1, 0, 0], [0, 0, 0, 1, 1, 1, 1, 1]]).bool()
-    loss, _ = policy_loss(logprobs, logprobs.detach() + 0.1, torch.tensor([1.0, -1.0, 0.5]), mask, mask.sum().item(),
-                          ref_logprobs=torch.randn(3, 8), kl_coef=0.1)
+    loss, _ = policy_loss(logprobs, logprobs.detach() + 0.1, torch.tensor([1.0, -1.0, 0.5]), mask,
+                          mask.sum().item(), ref_logprobs=torch.randn(3, 8), kl_coef=0.1)
     loss.backward()
     assert (logprobs.grad[~mask] == 0).all() and (logprobs.grad[mask] != 0).all()
 
 
 @pytest.mark.parametrize("G", (2, 3))
 def test_the_expected_gradient_over_all_groups_is_that_of_the_policy_gradient(G):
-    """A dialogue of two binary tokens x, y has four outcomes; all 4^G groups are enumerated with their probabilities.
+    """A dialogue of two binary tokens x, y has four outcomes; all 4^G groups are enumerated with their
+    probabilities.
 
-    Without division by the standard deviation and with a fixed normaliser G, the baseline (1/G) sum_j r_j contains the
-    dialogue's own reward, so E[gradient] = (1 - 1/G) grad J, where J = sum_xy p(x) p(y|x) r(x, y).
+    Without division by the standard deviation and with a fixed normaliser G, the baseline (1/G) sum_j r_j
+    contains the dialogue's own reward, so E[gradient] = (1 - 1/G) grad J, where J = sum_xy p(x) p(y|x) r(x,
+    y).
     """
     first = torch.tensor([0.3, -0.4], dtype=torch.float64, requires_grad=True)
     second = torch.tensor([[0.1, 0.6], [-0.5, 0.2]], dtype=torch.float64, requires_grad=True)
@@ -80,18 +88,20 @@ def test_the_expected_gradient_over_all_groups_is_that_of_the_policy_gradient(G)
     expected = [torch.zeros_like(first), torch.zeros_like(second)]
     for group in product(outcomes, repeat=G):
         lp = torch.stack([logprobs(x, y) for x, y in group])                       # (B, T) = (G, 2)
-        A = advantages(torch.tensor([[rewards[xy] for xy in group]], dtype=torch.float64), divide_by_std=False)[0]
+        A = advantages(torch.tensor([[rewards[xy] for xy in group]], dtype=torch.float64),
+                       divide_by_std=False)[0]
         loss, _ = policy_loss(lp, lp.detach(), A, torch.ones_like(lp).bool(), normaliser=G)
         probability = lp.detach().sum().exp()
         for total, gradient in zip(expected, torch.autograd.grad(loss, (first, second))):
-            total -= probability * gradient                                        # the loss is minus the objective
+            total -= probability * gradient                                  # the loss is minus the objective
     for mine, theirs in zip(expected, exact):
         assert torch.allclose(mine, (1 - 1 / G) * theirs, atol=1e-12)
 
 
 def test_the_surrogates_gradient_agrees_with_finite_differences():
     generator = torch.Generator().manual_seed(0)
-    old, mask = -torch.rand(2, 4, generator=generator, dtype=torch.float64), torch.tensor([[0, 1, 1, 0], [0, 0, 1, 1]]).bool()
+    old, mask = -torch.rand(2, 4, generator=generator,
+                            dtype=torch.float64), torch.tensor([[0, 1, 1, 0], [0, 0, 1, 1]]).bool()
     logprobs = (old + 0.1 * torch.randn(2, 4, generator=generator, dtype=torch.float64)).requires_grad_()
     ref, A = old - 0.2, torch.tensor([0.7, -1.3], dtype=torch.float64)
     assert torch.autograd.gradcheck(lambda x: policy_loss(x, old, A, mask, 4, 0.2, ref, 0.3)[0], (logprobs,))
@@ -118,9 +128,11 @@ def test_the_size_of_micro_batches_does_not_change_the_gradient():
     for micro_batch in (1, 2, 4, 6):
         model = small()
         tokens, mask, old, A = batch(model)
-        update(model, torch.optim.SGD(model.parameters(), lr=0.0), tokens, mask, old, A, micro_batch=micro_batch, max_grad_norm=1e9)
+        update(model, torch.optim.SGD(model.parameters(), lr=0.0), tokens, mask, old, A,
+               micro_batch=micro_batch, max_grad_norm=1e9)
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
-    assert all(torch.allclose(g, gradients[0], rtol=1e-9, atol=1e-12) for g in gradients) and gradients[0].abs().sum() > 0
+    assert all(torch.allclose(g, gradients[0], rtol=1e-9, atol=1e-12)
+               for g in gradients) and gradients[0].abs().sum() > 0
 
 
 def test_the_first_step_after_a_rollout_has_ratio_one_and_clips_nothing_and_the_second_does_not():

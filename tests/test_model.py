@@ -31,7 +31,9 @@ def test_loading_gives_back_what_was_saved(tmp_path, tied):
 
 
 def test_cached_turns_of_rows_of_unequal_length_equal_the_full_forward():
-    """Three turns are fed to two dialogues: (5, 2), then (1, 4), then (3, 3) tokens; the shorter row of each is padded."""
+    """Three turns are fed to two dialogues: (5, 2), then (1, 4), then (3, 3) tokens; the shorter row of
+    each is padded.
+    """
     model = Transformer(ModelConfig(**SMALL), seed=4).double()
     generator = torch.Generator().manual_seed(0)
     dialogues = [torch.randint(50, (9,), generator=generator) for _ in range(2)]
@@ -83,14 +85,20 @@ def test_padding_on_the_right_changes_nothing():
     model = Transformer(ModelConfig(**SMALL), seed=5).double()
     tokens = torch.randint(50, (1, 5), generator=torch.Generator().manual_seed(2))
     mask = torch.tensor([[0, 1, 1, 1, 1]])
-    padded, padded_mask = torch.cat([tokens, torch.full((1, 3), 9)], 1), torch.tensor([[0, 1, 1, 1, 1, 0, 0, 0]])
-    assert torch.allclose(token_logprobs(model, tokens, mask), token_logprobs(model, padded, padded_mask)[:, :5], atol=1e-12)
+    padded, padded_mask = torch.cat([tokens, tokens[:, -1:].expand(1, 3)],
+                                    1), torch.tensor([[0, 1, 1, 1, 1, 0, 0, 0]])
+    assert torch.allclose(token_logprobs(model, tokens, mask),
+                          token_logprobs(model, padded, padded_mask)[:, :5], atol=1e-12)
 
 
 @pytest.mark.parametrize("content, message", [
     (None, "has no config.json"), ("{", "cannot be read"), ("[]", "not the configuration of a llama"),
-    ('{"model_type": "bert"}', "not the configuration of a llama"), ('{"model_type": "llama"}', "not a model that can be loaded"),
-    ('{"model_type": "llama", "vocab_size": 50}', "not a model that can be loaded")])
+    ('{"model_type": "bert"}', "not the configuration of a llama"),
+    ('{"model_type": "llama"}', "not a model that loads"),
+    ('{"model_type": "llama", "vocab_size": "50"}', "vocab_size cannot be '50'"),
+    ('{"model_type": "llama", "vocab_size": 50, "head_dim": 0.5}', "head_dim cannot be 0.5"),
+    ('{"model_type": "llama", "vocab_size": 50, "rope_theta": -1}', "rope_theta cannot be -1"),
+    ('{"model_type": "llama", "vocab_size": 50}', "not a model that loads")])
 def test_a_folder_that_is_no_model_is_refused_by_name(tmp_path, content, message):
     if content is not None:
         (tmp_path / "config.json").write_text(content)

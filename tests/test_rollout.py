@@ -1,10 +1,12 @@
 """Whole dialogues: who speaks, when they end, and what is recorded."""
 
+from itertools import groupby
+
 import pytest
 import torch
 
 from model import token_logprobs
-from rollout import pad, rollout, wilson
+from rollout import find_simulator, pad, rollout, wilson
 from simulator import LEAVE, ModelUser, ScriptedUser
 from tasks import generate_problems
 
@@ -30,21 +32,29 @@ class Answers:
 
 
 def test_trajectories_hold_together(chat, model):
-    """Masked tokens decode to the assistant's messages, the user's tokens are 0 in the mask, and log-probabilities recorded
-    while sampling equal those that the training forward computes."""
+    """Masked tokens decode to the assistant's messages, the user's tokens are 0 in the mask, and
+    log-probabilities recorded while sampling equal those that the training forward computes.
+    """
     trajectories = rollout(model, chat, ScriptedUser(), PROBLEMS, keys(), horizon=3, max_new_tokens=7)
     tokens, mask, logprobs = pad(trajectories)
     assert torch.allclose(token_logprobs(model, tokens, mask).float(), logprobs, atol=1e-5)
     for t in trajectories:
         assert len(t.tokens) == len(t.action_mask) == len(t.logprobs)
-        assert sum(t.action_mask) <= 7 * t.turns and t.turns == sum(m["role"] == "assistant" for m in t.messages)
+        assert sum(t.action_mask) <= 7 * t.turns and t.turns == sum(m["role"] == "assistant"
+                                                                    for m in t.messages)
         ids = chat.open(t.messages[0]["content"])
         assert t.tokens[:len(ids)] == ids and not any(t.action_mask[:len(ids)])
+        runs = [[token for token, on in run if on] for action, run in
+                ((action, list(run)) for action,
+                 run in groupby(zip(t.tokens, t.action_mask), lambda x: x[1])) if action]
+        assert [chat.text(run) for run in runs] == [m["content"] for m in t.messages
+                                                    if m["role"] == "assistant"]
 
 
 def test_the_same_keys_give_the_same_dialogues_and_other_keys_others(chat, model):
     def texts(seed):
-        return [t.messages for t in rollout(model, chat, ScriptedUser(), PROBLEMS, keys(seed=seed), horizon=2, max_new_tokens=6)]
+        return [t.messages for t in rollout(model, chat, ScriptedUser(), PROBLEMS, keys(seed=seed), horizon=2,
+                                            max_new_tokens=6)]
     assert texts(0) == texts(0) != texts(1)
 
 
@@ -58,7 +68,9 @@ def test_a_dialogue_does_not_depend_on_who_shares_its_batch(chat, model):
 
 @pytest.fixture
 def says(chat, model):
-    """Make the model say a text, whatever it reads: its logits are overwritten, token by token, reply by reply."""
+    """Make the model say a text, whatever it reads: its logits are overwritten, token by token, reply by
+    reply.
+    """
     def make(text):
         script, said = [*chat.encode(text), chat.end], [0]
 
@@ -74,7 +86,8 @@ def says(chat, model):
 
 
 def test_an_unmarked_dialogue_ends_at_the_horizon_without_reward(chat, says):
-    for t in rollout(says("It is so."), chat, Answers(("5", None)), PROBLEMS, keys(), horizon=2, max_new_tokens=9):
+    for t in rollout(says("It is so."), chat, Answers(("5", None)), PROBLEMS, keys(), horizon=2,
+                     max_new_tokens=9):
         assert (t.ended, t.reward, t.turns, t.cut) == ("horizon", 0.0, 2, 0)
         assert t.messages[-1] == {"role": "assistant", "content": "It is so."}
 
@@ -98,16 +111,25 @@ def test_a_user_who_never_opens_leaves_an_empty_dialogue(chat, model):
 
 
 def test_a_marked_answer_ends_the_dialogue_and_is_graded(chat, says):
-    for problem, expected in ((PROBLEMS[0], 1.0), (PROBLEMS[2], float(PROBLEMS[2].answer == PROBLEMS[0].answer))):
-        t, = rollout(says(PROBLEMS[0].solution), chat, Answers(("hi", None)), [problem], keys(1), horizon=4, max_new_tokens=40)
+    for problem, expected in ((PROBLEMS[0], 1.0),
+                              (PROBLEMS[2], float(PROBLEMS[2].answer == PROBLEMS[0].answer))):
+        t, = rollout(says(PROBLEMS[0].solution), chat, Answers(("hi", None)), [problem], keys(1), horizon=4,
+                     max_new_tokens=40)
         assert (t.ended, t.reward, t.turns, t.cut) == ("answer", expected, 1, 0)
         assert t.messages[-1]["content"] == PROBLEMS[0].solution
 
 
+def test_the_simulator_of_a_run_is_found_beside_its_policies(tmp_path):
+    (tmp_path / "out" / "simulator_calibrated").mkdir(parents=True)
+    for policy in (tmp_path / "out" / "policy", tmp_path / "out" / "naive" / "policy"):
+        assert find_simulator(str(policy), "calibrated") == str(tmp_path / "out" / "simulator_calibrated")
+
+
 def test_logged_contexts_are_no_actions(chat, model):
-    context = [{"role": "user", "content": "how many?"}, {"role": "assistant", "content": "How many at first?"},
-               {"role": "user", "content": "7"}]
-    t, = rollout(model, chat, ScriptedUser(), PROBLEMS[:1], keys(1), horizon=1, max_new_tokens=5, contexts=[context])
+    context = [{"role": "user", "content": "how many?"},
+               {"role": "assistant", "content": "How many at first?"}, {"role": "user", "content": "7"}]
+    t, = rollout(model, chat, ScriptedUser(), PROBLEMS[:1], keys(1), horizon=1, max_new_tokens=5,
+                 contexts=[context])
     ids = chat.render(context)[0]
     assert t.tokens[:len(ids)] == ids and sum(t.action_mask[:len(ids)]) == 0 < sum(t.action_mask)
     assert t.messages[:3] == context and len(t.messages) == 4
@@ -115,7 +137,8 @@ def test_logged_contexts_are_no_actions(chat, model):
 
 def test_a_cut_reply_is_marked_and_its_forced_end_of_turn_is_no_action(chat, says):
     """Three tokens of "How many apples at first?" fit; the end-of-turn that follows them was not sampled."""
-    t, = rollout(says("How many apples at first?"), chat, Answers(("5", None)), PROBLEMS[:1], keys(1), horizon=2, max_new_tokens=3)
+    t, = rollout(says("How many apples at first?"), chat, Answers(("5", None)), PROBLEMS[:1], keys(1),
+                 horizon=2, max_new_tokens=3)
     start = len(chat.open("5"))
     assert t.cut == 2 and t.messages[1]["content"] == "How many apples"
     assert t.action_mask[start:start + 4] == [1, 1, 1, 0] and t.tokens[start + 3] == chat.end
@@ -128,6 +151,8 @@ def test_the_leaving_phrase_ends_a_scripted_dialogue(chat, says):
 
 
 def test_a_share_has_a_wilson_interval_by_hand():
-    """8 of 10: centre 0.8 + 1.96^2 / 20 = 0.992, spread 1.96 sqrt(0.016 + 0.009604) = 0.3136, both over 1.38416."""
+    """8 of 10: centre 0.8 + 1.96^2 / 20 = 0.992, spread 1.96 sqrt(0.016 + 0.009604) = 0.3136, both over
+    1.38416.
+    """
     assert wilson(8, 10) == pytest.approx([0.4902, 0.9433], abs=1e-3)
     assert wilson(0, 10)[0] == 0 and wilson(10, 10)[1] == 1

@@ -12,7 +12,9 @@ def chi_square(observed, expected):
 
 @pytest.mark.parametrize("vocabulary", (2, 5, BLOCK, BLOCK + 1, 3 * BLOCK + 7))
 def test_frequencies_match_probabilities(vocabulary):
-    """Chi-square over at most 20 bins stays below its 1 - 1e-6 quantile, which is 66 for 19 degrees of freedom."""
+    """Chi-square over at most 20 bins stays below its 1 - 1e-6 quantile, which is 66 for 19 degrees of
+    freedom.
+    """
     logits = torch.randn(vocabulary, generator=torch.Generator().manual_seed(vocabulary))
     draws = 100_000
     u = uniform(torch.full((draws,), draw_key("chi", vocabulary)), torch.arange(draws))
@@ -25,7 +27,8 @@ def test_frequencies_match_probabilities(vocabulary):
 
 def test_the_log_probability_is_that_of_the_drawn_token():
     logits = 3 * torch.randn(200, 300, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    tokens, logprobs = sample(logits, torch.rand(200, generator=torch.Generator().manual_seed(1)), temperature=0.8)
+    tokens, logprobs = sample(logits, torch.rand(200, generator=torch.Generator().manual_seed(1)),
+                              temperature=0.8)
     expected = (logits / 0.8).log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
     assert torch.allclose(logprobs, expected, atol=1e-12)
 
@@ -65,7 +68,9 @@ def test_a_rows_draw_does_not_depend_on_its_batch():
 
 
 def test_uniforms_are_uniform_along_keys_and_along_positions():
-    """1,000 bins, 100,000 draws: chi-square has mean 999 and standard deviation 45; 300 from the mean is 6.7 of them."""
+    """1,000 bins, 100,000 draws: chi-square has mean 999 and standard deviation 45; 300 from the mean is
+    6.7 of them.
+    """
     along_positions = uniform(torch.full((100_000,), draw_key("u")), torch.arange(100_000))
     along_keys = uniform(torch.tensor([draw_key("k", i) for i in range(100_000)]), torch.tensor(3))
     for u in (along_positions, along_keys):
@@ -83,7 +88,8 @@ def test_different_parts_of_a_key_give_different_streams():
 
 def test_log_probabilities_recorded_while_sampling_equal_those_recomputed(chat, model):
     from model import token_logprobs
-    engine = Engine(model, chat, [chat.open(text) for text in ("hi", "how many apples?", "x y z")], [1, 2, 3], max_new_tokens=9)
+    engine = Engine(model, chat, [chat.open(text) for text in ("hi", "how many apples?", "x y z")], [1, 2, 3],
+                    max_new_tokens=9)
     for turn in range(3):
         engine.reply()
         for row in range(3):

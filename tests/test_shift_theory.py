@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shift_theory import (Dialogue, bound, compare, context_laws, derailment, exponent, expected_return, random_pair, random_slacks,
-                          recurrence, tv)
+from shift_theory import (Dialogue, bound, compare, context_laws, derailment, exponent, expected_return,
+                          random_pair, random_slacks, recurrence, tv)
 
 SCRIPT = Path(__file__).parent.parent / "shift_theory.py"
 
@@ -34,7 +34,8 @@ def test_derailment_attains_the_bound_and_the_coupling_bound(eps, H):
     t = np.arange(H)
     assert r["gap"] == pytest.approx(3 * (1 - (1 - eps) ** (t + 1)).sum(), rel=1e-12)
     assert r["bound"] == pytest.approx(r["gap"], rel=1e-12)
-    assert np.allclose(r["shift"], 1 - (1 - eps) ** t, atol=1e-12) and np.allclose(r["coupling"], r["shift"], atol=1e-12)
+    assert np.allclose(r["shift"], 1 - (1 - eps) ** t, atol=1e-12) and np.allclose(r["coupling"], r["shift"],
+                                                                                   atol=1e-12)
     assert np.allclose(r["recurrence"], r["shift"], atol=1e-12)
 
 
@@ -42,7 +43,8 @@ def test_the_bound_under_the_on_track_law_is_tight_only_for_small_h_times_eps():
     ratios = []
     for eps in (1e-2, 1e-3, 1e-4):
         dialogue, careful, careless, clear, _ = derailment(eps)
-        ratios.append(bound(1, 0, np.full(20, eps), np.zeros(20)) / compare(dialogue, careful, careless, clear, clear, 20)["gap"])
+        ratios.append(bound(1, 0, np.full(20, eps), np.zeros(20)) / compare(dialogue, careful, careless,
+                                                                            clear, clear, 20)["gap"])
     assert ratios[0] > ratios[1] > ratios[2] > 1 and ratios[2] < 1.001
 
 
@@ -77,7 +79,9 @@ def test_one_deviation_at_turn_i_costs_h_minus_i():
 
 
 def test_the_users_deviation_counts_from_the_turn_after():
-    """A simulator that derails at turn i < H - 1 costs the H - 1 - i turns that follow; at the last turn it costs nothing."""
+    """A simulator that derails at turn i < H - 1 costs the H - 1 - i turns that follow; at the last turn
+    it costs nothing.
+    """
     dialogue, careful, _, clear, confusing = derailment(0.0, delta=1.0)
     assert compare(dialogue, careful, careful, clear, confusing, 1)["gap"] == 0
     r = compare(dialogue, careful, careful, clear, confusing, 5)
@@ -116,14 +120,17 @@ def test_laws_that_do_not_sum_to_one_and_bad_numbers_are_named():
         context_laws(dialogue, careful, clear - np.array([1.0, -1.0]) * 2, 3)
     with pytest.raises(ValueError, match="start: .* got a sum of 0"):
         context_laws(Dialogue(np.zeros(2), dialogue.next_context, dialogue.reward), careful, clear, 3)
-    with pytest.raises(ValueError, match="eps must be at least 0 and at most 1, got 1.5"):
+    with pytest.raises(ValueError, match=r"eps must lie in \[0, 1\], got 1.5"):
         derailment(1.5)
-    with pytest.raises(ValueError, match="horizon must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"horizon must lie in \[1, inf\], got 0"):
         context_laws(dialogue, careful, clear, 0)
 
 
-@pytest.mark.parametrize("arguments, message", [("--eps 2", "eps must be at least 0 and at most 1, got 2.0"), ("--horizons 5 0", "horizon must be at least 1, got 0"),
-                                                ("--eps x", "invalid float value: 'x'"), ("--esp 1", "unrecognized arguments")])
+@pytest.mark.parametrize("arguments, message", [("--eps 2", "eps must lie in [0, 1], got 2.0"),
+                                                ("--horizons 5 0", "horizon must lie in [1, inf], got 0"),
+                                                ("--eps x", "invalid float value: 'x'"),
+                                                ("--esp 1", "unrecognized arguments")])
 def test_bad_input_is_one_clear_line_and_exit_code_2(tmp_path, arguments, message):
-    done = subprocess.run([sys.executable, SCRIPT, *arguments.split(), "--out", str(tmp_path / "out")], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, SCRIPT, *arguments.split(), "--out", str(tmp_path / "out")],
+                          capture_output=True, text=True)
     assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1 and not (tmp_path / "out").exists()

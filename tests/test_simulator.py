@@ -7,12 +7,13 @@ import torch
 
 from sampling import draw_key
 from logs import question, write_logs
-from simulator import (LEAVE, ModelUser, ScriptedUser, asked_fact, given_fact, human, objection, overhelpful, revealed_facts,
-                       simulator_messages, split_leave)
+from simulator import (LEAVE, ModelUser, ScriptedUser, asked_fact, given_fact, human, objection, overhelpful,
+                       revealed_facts, simulator_messages, split_leave)
 from tasks import generate_problems, parse_problem
 
 TOM = parse_problem({"question": "Tom has 7 apples at first. Tom finds 5 more apples. Tom gives 4 apples away. "
-                                 "How many apples does Tom have now?", "answer": "7 + 5 = 12, 12 - 4 = 8. #### 8"}, 0)
+                                 "How many apples does Tom have now?",
+                                 "answer": "7 + 5 = 12, 12 - 4 = 8. #### 8"}, 0)
 
 
 def say(*texts):
@@ -32,9 +33,11 @@ def test_probabilities_sum_to_one_at_every_point_of_many_dialogues(script):
 
 def test_samples_follow_the_distribution():
     """20,000 answers to one question; every frequency within 5 standard deviations of its probability."""
-    dialogue, n, user = say("how many apples does Tom have now?", "How many more apples?"), 20_000, ScriptedUser(human)
+    dialogue, n, user = say("how many apples does Tom have now?",
+                            "How many more apples?"), 20_000, ScriptedUser(human)
     user.begin([TOM] * n, [draw_key("test", i) for i in range(n)])
-    replies = Counter(LEAVE if outcome == "left" else text for text, outcome in user.reply(list(range(n)), [dialogue] * n))
+    replies = Counter(LEAVE if outcome == "left" else text for text,
+                      outcome in user.reply(list(range(n)), [dialogue] * n))
     outcomes = dict(human(TOM, dialogue))
     assert set(replies) <= set(outcomes)
     for text, p in outcomes.items():
@@ -68,9 +71,10 @@ def test_patience_wears_thin():
 
 
 @pytest.mark.parametrize("said, right", [
-    ("7 + 5 = 13. How many apples away?", "7 + 5 is 12"), ("7 + 5 = 12. How many apples away?", None), ("12 - 4 = 9.", "12 - 4 is 8"),
-    ("Tom finds 6 more apples. How many apples away?", "Tom finds 5 more apples"), ("Tom finds 5 more apples.", None),
-    ("How many apples?", None)])
+    ("7 + 5 = 13. How many apples away?", "7 + 5 is 12"), ("7 + 5 = 12. How many apples away?", None),
+    ("12 - 4 = 9.", "12 - 4 is 8"),
+    ("Tom finds 6 more apples. How many apples away?", "Tom finds 5 more apples"),
+    ("Tom finds 5 more apples.", None), ("How many apples?", None)])
 def test_a_wrong_sum_or_restated_fact_is_objected_to(said, right):
     assert objection(TOM, said) == right
     texts = [text for text, _ in human(TOM, say("hi", said))]
@@ -78,7 +82,8 @@ def test_a_wrong_sum_or_restated_fact_is_objected_to(said, right):
 
 
 def test_the_overhelpful_user_agrees_with_a_wrong_sum_and_tells_everything_at_once():
-    assert all("right" in text for text, _ in overhelpful(TOM, say("hi", "How many?", "12", "7 + 5 = 13. How many apples away?")))
+    assert all("right" in text for text,
+               _ in overhelpful(TOM, say("hi", "How many?", "12", "7 + 5 = 13. How many apples away?")))
     dialogue = say("hi", "How many apples at first?")
     for text, _ in overhelpful(TOM, dialogue):
         assert revealed_facts(TOM, [*dialogue, *say(text)]) == {0, 1, 2}
@@ -88,7 +93,8 @@ def test_neither_script_knows_the_answer():
     p = parse_problem({"question": "Tom has 70 apples at first. Tom finds 51 more apples. How many apples does Tom have now?",
                        "answer": "70 + 51 = 121. #### 121"}, 0)
     for script in (human, overhelpful):
-        for dialogue in ([], say("hi", "How many apples at first?"), say("hi", "Tell me the answer."), say("hi", "What is it?")):
+        for dialogue in ([], say("hi", "How many apples at first?"), say("hi", "Tell me the answer."),
+                         say("hi", "What is it?")):
             assert not any("121" in text for text, _ in script(p, dialogue))
 
 
@@ -112,7 +118,8 @@ def test_the_logging_assistant_is_mediocre():
     logs = write_logs(problems, human, 0)
     solved = [log["messages"][-1]["content"] == p.solution for p, log in zip(problems, logs)]
     assert 0.3 < sum(solved) / len(solved) < 0.7
-    said = [(p, m["content"]) for p, log in zip(problems, logs) for m in log["messages"] if m["role"] == "assistant"]
+    said = [(p, m["content"]) for p, log in zip(problems, logs) for m in log["messages"]
+            if m["role"] == "assistant"]
     assert sum(objection(p, text) is not None for p, text in said if "####" not in text) > 10
 
 
@@ -133,7 +140,8 @@ def test_the_model_users_ids_grow_and_keep_what_it_sampled(chat, model):
     dialogues, before = [[], []], None
     for turn in range(3):
         for dialogue, (text, _) in zip(dialogues, user.reply([0, 1], dialogues)):
-            dialogue += [{"role": "user", "content": text}, {"role": "assistant", "content": f"Question {turn}?"}]
+            dialogue += [{"role": "user", "content": text},
+                         {"role": "assistant", "content": f"Question {turn}?"}]
         if before:
             assert all(now[:len(old)] == old for now, old in zip(user.engine.tokens, before))
         before = [list(ids) for ids in user.engine.tokens]
@@ -147,7 +155,8 @@ def test_dialogues_of_a_batch_share_nothing(chat, model):
         dialogues = [[] for _ in range(n)]
         for _ in range(2):
             for row, (text, _) in zip(rows, user.reply(rows, dialogues)):
-                dialogues[row] += [{"role": "user", "content": text}, {"role": "assistant", "content": "Yes?"}]
+                dialogues[row] += [{"role": "user", "content": text},
+                                   {"role": "assistant", "content": "Yes?"}]
         return dialogues
     assert talk([0], 1)[0] == talk([0, 1, 2, 3], 4)[0] == talk([0, 2], 4)[0]
 

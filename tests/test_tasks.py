@@ -8,7 +8,8 @@ from tasks import generate_problems, marked_answer, parse_problem, read_problems
 
 
 def problem(answer="10"):
-    return parse_problem({"question": "Tom has 7 apples. How many?", "answer": f"7 + 3 = 10. #### {answer}"}, 0)
+    return parse_problem({"question": "Tom has 7 apples. How many?", "answer": f"7 + 3 = 10. #### {answer}"},
+                         0)
 
 
 def test_splits_share_no_problem_whatever_the_order_of_facts_and_the_seed():
@@ -24,7 +25,8 @@ def test_the_same_seed_gives_the_same_problems_and_another_seed_others():
 
 def test_generated_answers_are_right():
     for p in generate_problems("train", 500):
-        first, more, away = (int(next(f for f in p.facts if word in f).split()[2]) for word in ("first", "more", "away"))
+        first, more, away = (int(next(f for f in p.facts if word in f).split()[2])
+                             for word in ("first", "more", "away"))
         assert int(p.answer) == first + more - away > 0
         assert reward(p, p.solution) == 1.0
 
@@ -34,14 +36,17 @@ def test_a_goal_does_not_tell_the_answer():
     assert "101" not in p.goal
 
 
-@pytest.mark.parametrize("reply", ("#### 10", "#### 10.", "#### $10", "####10", "so 7 + 3 = 10. #### 10 apples", "#### 10.00",
+@pytest.mark.parametrize("reply", ("#### 10", "#### 10.", "#### $10", "####10",
+                                   "so 7 + 3 = 10. #### 10 apples", "#### 10.00",
                                    "#### 9 no #### 10", r"\boxed{10}", "#### 10%", "#### 10\nThat is it."))
 def test_a_right_answer_is_accepted_however_it_is_written(reply):
     assert reward(problem(), reply) == 1.0
 
 
-@pytest.mark.parametrize("reply", ("10", "", "#### ", "#### 11", "#### 10 #### 11", "#### 10 or 11", "#### -10", "#### 1 0", "####",
-                                   "#### ten", "#### 10" + "0" * 10_000, "#### __import__('os')", r"\boxed{", "#### 1e1"))
+@pytest.mark.parametrize("reply", ("10", "", "#### ", "#### 11", "#### 10 #### 11", "#### 10 or 11",
+                                   "#### -10", "#### 1 0", "####",
+                                   "#### ten", "#### 10" + "0" * 10_000, "#### __import__('os')", r"\boxed{",
+                                   "#### 1e1"))
 def test_anything_else_is_not(reply):
     assert reward(problem(), reply) == 0.0
 
@@ -58,19 +63,37 @@ def test_the_last_marker_counts():
 
 
 def test_sentences_are_cut_as_the_human_reveals_them():
-    assert split_sentences("Tom has 7.5 apples. He eats 2! How many?") == ["Tom has 7.5 apples.", "He eats 2!", "How many?"]
+    assert split_sentences("Tom has 7.5 apples. He eats 2! How many?") == ["Tom has 7.5 apples.",
+                                                                           "He eats 2!", "How many?"]
 
 
 @pytest.mark.parametrize("line, message", [
-    ("{", "not JSON"), ("[]", "expected an object"), ('{"question": "a?"}', "'answer'"), ('{"answer": "#### 1"}', "'question'"),
-    ('{"question": 3, "answer": "#### 1"}', "'question'"), ('{"question": "a?", "answer": "one"}', "must end in '#### number'"),
-    ('{"question": "a?", "answer": "#### x"}', "must end in '#### number'"), ('{"question": " ", "answer": "#### 1"}', "'question'")])
+    ("{", "not JSON"), ("[]", "expected an object"), ('{"question": "a?"}', "'answer'"),
+    ('{"answer": "#### 1"}', "'question'"),
+    ('{"question": 3, "answer": "#### 1"}', "'question'"),
+    ('{"question": "a?", "answer": "one"}', "must end in '#### number' or a boxed number"),
+    ('{"question": "a?", "answer": "#### x"}', "must end in '#### number' or a boxed number"),
+    ('{"question": " ", "answer": "#### 1"}', "'question'")])
 def test_a_broken_line_is_named_with_its_file(tmp_path, line, message):
     path = tmp_path / "problems.jsonl"
     path.write_text(json.dumps({"question": "a?", "answer": "#### 1"}) + "\n\n" + line + "\n")
     with pytest.raises(ValueError, match=message) as error:
         read_problems(str(path))
     assert f"{path}, line 3" in str(error.value)
+
+
+def test_a_line_separator_within_a_text_does_not_end_its_line(tmp_path):
+    path = tmp_path / "problems.jsonl"
+    path.write_text(json.dumps({"question": "a\u2028b?", "answer": "#### 1"}, ensure_ascii=False),
+                    encoding="utf-8")
+    assert read_problems(str(path))[0].question == "a\u2028b?"
+
+
+def test_half_a_surrogate_pair_is_refused_with_its_line(tmp_path):
+    path = tmp_path / "problems.jsonl"
+    path.write_text('{"question": "a \\ud800?", "answer": "#### 1"}')
+    with pytest.raises(ValueError, match="line 1: not a text"):
+        read_problems(str(path))
 
 
 def test_a_missing_or_empty_file_is_refused(tmp_path):
