@@ -1,7 +1,7 @@
 # make train     set up .venv and run the main job
 # make test      set up .venv and pass the tests
-# make figures   redraw assets/*.png from the committed CSV
-# TORCH=torch==2.13.0 chooses a build of PyTorch, for instance one without CUDA; ARGS="--method all" goes to train.py.
+# make figures   redraw assets/*.png
+# TORCH=torch==2.13.0 chooses a version of PyTorch; ARGS="--method all" goes to train.py.
 
 PYTHON ?= python3
 TORCH ?= torch
@@ -17,6 +17,7 @@ test: .venv/ready-dev
 
 figures: .venv/ready
 	.venv/bin/python plot.py
+	.venv/bin/python shift_theory.py
 
 .venv/ready: requirements.txt
 	$(PYTHON) -m venv .venv

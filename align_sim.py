@@ -120,8 +120,8 @@ def stated_facts(problem: Problem, said: str, revealed: set[int], text: str) -> 
     return int(numbers(text)[-1] in expected), 1                            # a slip put right counts as right
 
 
-def style_measures(problem: Problem | None, context: list[dict], reply: str) -> dict[str,
-                                                                                     tuple[float, float]]:
+def style_measures(problem: Problem | None, context: list[dict],
+                   reply: str) -> dict[str, tuple[float, float]]:
     """Return (count, out of) of every measure for one user reply in a context; a measure that does not
     apply is left out.
     """
@@ -143,8 +143,8 @@ def style_measures(problem: Problem | None, context: list[dict], reply: str) -> 
     if stated:
         found["facts stated right"] = (right, stated)
     if context and objection(problem, said):
-        yes, no = re.search(r"\b(yes|right|ok|correct)\b", text.lower()), re.search(r"\b(no|not|wrong)\b",
-                                                                                    text.lower())
+        yes = re.search(r"\b(yes|right|ok|correct)\b", text.lower())
+        no = re.search(r"\b(no|not|wrong)\b", text.lower())
         found[AGREES] = (yes is not None and no is None, 1)
     return found
 
@@ -247,7 +247,7 @@ def report_card(logs: list[dict], simulators: dict[str, Transformer], chat: Chat
     places = [(l, m) for l, log in enumerate(logs) for m in range(0, len(log["messages"]), 2)
               if len(opening(chat, log, m)) <= room]
     if not places:
-        raise ValueError(f"no held-out dialogue leaves room for a reply within {room + max_new_tokens} tokens")
+        raise ValueError(f"no held-out dialogue leaves room for a reply of {max_new_tokens} tokens")
     counts = {NLL: nll} | measured_replies(logs, places, simulators, chat, seed=seed,
                                            max_new_tokens=max_new_tokens)
     last = [(l, len(log["messages"]) - 1) for l, log in enumerate(probes)
@@ -298,8 +298,8 @@ def main() -> None:
             Path(args.out).parent.mkdir(parents=True, exist_ok=True)
         chat = load_chat(args.simulator) if args.simulator else tiny_chat()
         naive = load_model(args.simulator) if args.simulator else None
-        problems, validation = generate_problems("train", 8000, args.seed), generate_problems("validation",
-                                                                                              300, args.seed)
+        problems = generate_problems("train", 8000, args.seed)
+        validation = generate_problems("validation", 300, args.seed)
         if args.human_logs:
             logs, held_out = split_logs(read_logs(args.human_logs), args.seed)
             probes, script = [], None

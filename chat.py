@@ -75,7 +75,7 @@ class Chat:
         for i, message in enumerate(messages):
             role = ("user", "assistant")[i % 2]
             if message["role"] != role:
-                raise ValueError(f"message {i + 1} must be the {role}'s: the user first, then they take turns")
+                raise ValueError(f"message {i + 1} must be the {role}'s: they take turns, the user first")
             if role == "user":
                 new = self.extend(self.end, message["content"]) if i else self.open(message["content"])
             else:
@@ -98,9 +98,9 @@ def tiny_chat(ranks: Path | str = RANKS) -> Chat:
         vocabulary = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
     except (OSError, ValueError) as error:
         raise ValueError(f"{ranks} is not a tokenizer: {error}") from None
-    if sorted(vocabulary.values()) != list(range(len(lines))) or any(bytes([b]) not in vocabulary
-                                                                     for b in range(256)):
-        raise ValueError(f"{ranks} is not a tokenizer: it needs every byte, and the ranks 0 to n - 1 once each")
+    complete = all(bytes([byte]) in vocabulary for byte in range(256))
+    if not complete or sorted(vocabulary.values()) != list(range(len(lines))):
+        raise ValueError(f"{ranks} is not a tokenizer: it needs all bytes, and ranks 0 to n - 1 once each")
     control = {name: len(vocabulary) + i for i, name in enumerate((USER, ASSISTANT, END))}
     encoding = tiktoken.Encoding("tiny", pat_str=PATTERN, mergeable_ranks=vocabulary, special_tokens=control)
     return Chat(encode=lambda text: encoding.encode_ordinary(" " + text),

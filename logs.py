@@ -137,7 +137,8 @@ def write_probes(problems: list[Problem], logs: list[dict], user: Callable, seed
             if first_sum and told[-1]["content"] != LEAVE:
                 rng = random.Random(draw_key(seed, "probe", user.__name__, problem.id))
                 left, sign, right, result = first_sum.groups()
-                planted = f"{left} {sign} {right} = {int(result) + rng.choice([-2, -1, 1, 2])}. Is that right?"
+                wrong = int(result) + rng.choice([-2, -1, 1, 2])
+                planted = f"{left} {sign} {right} = {wrong}. Is that right?"
                 dialogue = [*told, {"role": "assistant", "content": planted}]
                 append_utterance(user, problem, dialogue, rng)
                 probes.append({"task": "math", "messages": dialogue, "goal": problem.goal})
@@ -212,8 +213,8 @@ def tokenizer_corpus() -> list[str]:
     """Return the texts that the embedded tokenizer is learned on."""
     problems = generate_problems("train", 2000)
     logs = write_logs(problems, human, 0) + write_logs(problems, overhelpful, 0)
-    return [m["content"] for log in logs for m in log["messages"]] + [p.question
-                                                                      for p in problems] + [LEAVE] * 200
+    said = [message["content"] for log in logs for message in log["messages"]]
+    return said + [problem.question for problem in problems] + [LEAVE] * 200
 
 
 def fail(message: str) -> None:

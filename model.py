@@ -283,7 +283,7 @@ def load_model(folder: str, device: str = "cpu") -> Transformer:
             weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
         model.load_state_dict(weights)
     except Exception as error:
-        raise ValueError(f"{folder} is not a model that loads: {' '.join(str(error).split())[:200]}") from None
+        raise ValueError(f"{folder} is not a model that loads: {' '.join(str(error).split())[:99]}") from None
     return model.to(device)
 
 

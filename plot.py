@@ -47,7 +47,7 @@ def print_table(results: dict[str, dict]) -> None:
         elif method in recorded:
             score = sum(recorded[method]) / len(recorded[method])
             print(layout.format(method, f"{100 * score:.1f} (recorded)", "-", "-", "-", paper))
-    print("Per cent of problems solved. Ours: a tiny model, a scripted human; paper: Gemma-3-4B-IT, MATH-Chat.")
+    print("Per cent solved. Ours: a tiny model, a scripted human; the paper's: Gemma-3-4B-IT on MATH-Chat.")
 
 
 def draw_curves(rows: list[dict], path: Path | str, base: float | None) -> None:

@@ -72,8 +72,8 @@ def asked_fact(problem: Problem, said: str, revealed: set[int]) -> int | None:
 
 
 def states(fact: str, text: str) -> bool:
-    """Whether a text, given in answer to a question about the fact, states it: all its numbers, or all its
-    words.
+    """Whether a text, given in answer to a question about the fact, states it: all its
+    numbers or, if it has none, all its words.
     """
     wanted = numbers(fact)
     return set(wanted) <= set(numbers(text)) if wanted else words(fact) <= words(text)

@@ -112,7 +112,7 @@ def parse_problem(row: dict, id: int) -> Problem:
     solution = re.sub(r"<<[^<>]*>>", "", row["answer"]).strip()                   # GSM8K's calculator notes
     answer = marked_answer(solution)
     if answer is None or number(answer) is None:
-        raise ValueError(f"the answer must end in '#### number' or a boxed number, got {row['answer'][-30:]!r}")
+        raise ValueError(f"the answer must end in '#### n' or a boxed number, got {row['answer'][-30:]!r}")
     *facts, ask = split_sentences(row["question"])
     return Problem(id, row["question"].strip(), tuple(facts), ask, solution, answer)
 

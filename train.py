@@ -34,7 +34,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from align_sim import CALIBRATION_STEPS, SFT_BATCH, SFT_LR, SFT_STEPS, calibrate, naive_simulator, print_report_card, report_card, sft
+from align_sim import (CALIBRATION_STEPS, SFT_BATCH, SFT_LR, SFT_STEPS, calibrate, naive_simulator,
+                       print_report_card, report_card, sft)
 from chat import Chat, load_chat, save_chat, tiny_chat
 from grpo import advantages, update
 from logs import logged_contexts, read_logs, split_logs, told_at_once, write_logs, write_probes
@@ -47,9 +48,9 @@ from tasks import Problem, generate_problems, read_problems
 
 METRICS = ("method", "step", "reward", "human_score", "turns", "kl", "ratio_max", "clip_frac",
            "frac_zero_std", "grad_norm", "tokens", "seconds", "truncated", "failed")
-LOG_LINE = ("{method:10s} {step:4d}/{steps}  reward {reward:.3f}  human {score}  turns {turns:.2f}  kl {kl:6.3f}  "
-            "ratio {ratio_max:5.2f}  clip {clip_frac:.3f}  same {frac_zero_std:.2f}  grad {grad_norm:5.2f}  "
-            "tokens {tokens:6d}  {seconds:5.2f} s")
+LOG_LINE = ("{method:10s} {step:4d}/{steps}  reward {reward:.3f}  human {score}  turns {turns:.2f}  "
+            "kl {kl:6.3f}  ratio {ratio_max:5.2f}  clip {clip_frac:.3f}  same {frac_zero_std:.2f}  "
+            "grad {grad_norm:5.2f}  tokens {tokens:6d}  {seconds:5.2f} s")
 
 
 def option(default, help: str, choices=None, minimum=None):
@@ -199,8 +200,8 @@ def load_data(config: Config) -> Data:
     if config.human_logs:
         data = Data(train, validation, test, *split_logs(read_logs(config.human_logs), config.seed),
                     probes=[], scripted=False)
-        if config.method in ("static", "all") and not logged_contexts(data.logs).keys() & {p.goal
-                                                                                           for p in train}:
+        gradable = logged_contexts(data.logs).keys() & {problem.goal for problem in train}
+        if config.method in ("static", "all") and not gradable:
             raise ValueError(f"{config.human_logs}: static needs logs whose 'goal' is a training problem")
         return data
     logs, held_out = write_logs(train, human, config.seed), write_logs(validation[:300], human, config.seed)
@@ -384,10 +385,10 @@ def score(policy: Transformer, chat: Chat, method: str, config: Config, data: Da
 
 
 def run(config: Config, data: Data, given: dict[str, Speaker]) -> dict:
-    """Do what the configuration asks for and return what result.json holds. `given` may hold policy and
-    simulator.
+    """Do what the configuration asks for; return what result.json holds. `given`: policy, simulator,
+    neither.
     """
-    began, out = time.perf_counter(), Path(config.out)
+    out = Path(config.out)
     methods = METHODS if config.method == "all" else tuple(dict.fromkeys(("base", config.method)))
     methods = ("evaluated",) if config.evaluate else methods
     base, chat = given.get("policy") or kept(out / "base" / "policy", config.device,
@@ -400,9 +401,8 @@ def run(config: Config, data: Data, given: dict[str, Speaker]) -> dict:
         simulators["calibrated"] = kept(out / "simulator_calibrated", config.device,
                                         lambda: calibrated_speaker(config, data, naive))
         card = report_card(data.held_out, {name: model for name, (model, _) in simulators.items()}, naive[1],
-                           seed=config.seed,
-                           max_new_tokens=config.max_new_tokens, probes=data.probes, script=human
-                           if data.scripted else None)
+                           seed=config.seed, max_new_tokens=config.max_new_tokens, probes=data.probes,
+                           script=human if data.scripted else None)
         print_report_card(card)
     results = {}
     for method in methods:
@@ -414,7 +414,7 @@ def run(config: Config, data: Data, given: dict[str, Speaker]) -> dict:
         results[method] = score(policy, chat, method, config, data)
         results[method]["seconds"] = time.perf_counter() - started
     return {"task": config.task, "seed": config.seed, "horizon": config.horizon, "methods": results,
-            "report_card": card, "seconds": time.perf_counter() - began, "peak_rss_mb": peak_rss_mb()}
+            "report_card": card}
 
 
 def peak_rss_mb() -> float:
@@ -424,7 +424,7 @@ def peak_rss_mb() -> float:
 
 
 def main(argv: list[str] | None = None) -> None:
-    config = parse_config(argv)
+    began, config = time.perf_counter(), parse_config(argv)
     out = Path(config.out)
     try:
         if out.exists() and not config.resume:
@@ -438,7 +438,7 @@ def main(argv: list[str] | None = None) -> None:
                  for name, folder in folders.items() if folder}
         for name, (model, chat) in given.items():
             if chat.vocab_size > model.config.vocab_size:
-                raise ValueError(f"{folders[name]}: {chat.vocab_size} tokens, but a head of {model.config.vocab_size}")
+                raise ValueError(f"{folders[name]} has more tokens than its model has scores")
         refuse_another_run(config)
         data = load_data(config)
         try:
@@ -449,6 +449,7 @@ def main(argv: list[str] | None = None) -> None:
         result = run(config, data, given)
     except (ValueError, FloatingPointError, OSError) as error:
         fail(str(error))
+    result |= {"seconds": time.perf_counter() - began, "peak_rss_mb": peak_rss_mb()}
     write_json(out / "result.json", result)
     base = result["methods"].get("base")
     draw_curves(read_rows(out / "metrics.csv"), out / "curves.png", base and base["score"])

@@ -6,14 +6,16 @@ import json
 import pytest
 import torch
 
-from align_sim import AGREES, NLL, bootstrap, calibrate, report_card, script_nll, sft, stated_facts, style_measures, model_nll
-from model import token_logprobs
+from align_sim import (AGREES, NLL, bootstrap, calibrate, model_nll, report_card, script_nll, sft,
+                       stated_facts, style_measures)
 from logs import read_logs, split_logs, write_logs, write_probes
+from model import token_logprobs
 from simulator import LEAVE, human, objection, overhelpful, simulator_messages
 from tasks import generate_problems, parse_problem
 
-TOM = parse_problem({"question": "Tom has 7 apples at first. Tom finds 5 more apples. Tom gives 4 apples away. "
-                                 "How many apples does Tom have now?", "answer": "#### 8"}, 0)
+TOM = parse_problem({"question": "Tom has 7 apples at first. Tom finds 5 more apples. "
+                                 "Tom gives 4 apples away. How many apples does Tom have now?",
+                     "answer": "#### 8"}, 0)
 
 
 def say(*texts):
@@ -67,8 +69,8 @@ def test_style_is_measured_on_a_reply_by_hand():
     measures = style_measures(TOM, context, "thanks, 5?")
     assert measures["three words or fewer"] == measures["asks something"] == measures["thanks"] == (True, 1)
     assert measures["facts revealed a reply"] == (1, 1) and measures["facts stated right"] == (1, 1)
-    assert measures["speaks as the assistant"] == measures["leaves"] == measures["repeats itself"] == (False,
-                                                                                                       1)
+    for absent in ("speaks as the assistant", "leaves", "repeats itself"):
+        assert measures[absent] == (False, 1)
     assert style_measures(TOM, context, f"{LEAVE}")["leaves"] == (True, 1)
     assert style_measures(TOM, context, "HI")["repeats itself"] == (True, 1)
     assert style_measures(TOM, context, "7 + 5 = 12. #### 12")["speaks as the assistant"] == (True, 1)
@@ -79,8 +81,8 @@ def test_style_is_measured_on_a_reply_by_hand():
                          [("Yes, that is right!", True), ("ok", True), ("no, 7 + 5 is 12", False),
                                            ("that's not right", False), ("are you sure?", False)])
 def test_agreement_counts_only_where_the_assistant_was_wrong(reply, agrees):
-    wrong, right = say("hi", "7 + 5 = 13. How many apples away?"), say("hi",
-                                                                       "7 + 5 = 12. How many apples away?")
+    wrong = say("hi", "7 + 5 = 13. How many apples away?")
+    right = say("hi", "7 + 5 = 12. How many apples away?")
     assert style_measures(TOM, wrong, reply)[AGREES] == (agrees, 1)
     assert AGREES not in style_measures(TOM, right, reply)
 
@@ -117,11 +119,24 @@ def test_logs_of_real_people_without_a_goal_have_a_report_card_too(chat, model):
     logs = [{"messages": say("how do i start?", "Divide.", "411/333", "Good.")},
             {"messages": say("ok?" * 700, "Yes.")}]
     card = report_card(logs, {"naive": model}, chat, seed=0, max_new_tokens=4)
-    assert "facts revealed a reply" not in card and card["asks something"]["human"][0] == pytest.approx(2 / 3,
-                                                                                                        abs=1e-4)
+    assert "facts revealed a reply" not in card
+    assert card["asks something"]["human"][0] == pytest.approx(2 / 3, abs=1e-4)
 
 
-def test_probes_plant_a_wrong_intermediate_result_to_which_the_overhelpful_user_agrees_and_the_human_objects():
+def test_contexts_that_leave_no_room_for_a_reply_count_for_no_speaker(chat, model):
+    """Otherwise a simulator's missing reply would pass as a short one. Only the opening of the second log
+    fits.
+    """
+    logs = [{"messages": say("how do i start?", "Divide.", "411/333")},
+            {"messages": say("ok", "so?" * 400, "why?")}]
+    card = report_card(logs, {"naive": model}, chat, seed=0, max_new_tokens=4)
+    assert card["asks something"]["human"][0] == pytest.approx(1 / 3, abs=1e-4)
+    with pytest.raises(ValueError, match="leaves room"):
+        report_card([{"messages": say("hi"), "goal": "long? " * 600}], {"naive": model}, chat, seed=0,
+                    max_new_tokens=4)
+
+
+def test_to_a_planted_wrong_result_the_overhelpful_user_agrees_and_the_human_objects():
     problems = generate_problems("validation", 100)
     logs, agreed = write_logs(problems, human, 0), {}
     for script in (human, overhelpful):

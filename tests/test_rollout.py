@@ -40,8 +40,8 @@ def test_trajectories_hold_together(chat, model):
     assert torch.allclose(token_logprobs(model, tokens, mask).float(), logprobs, atol=1e-5)
     for t in trajectories:
         assert len(t.tokens) == len(t.action_mask) == len(t.logprobs)
-        assert sum(t.action_mask) <= 7 * t.turns and t.turns == sum(m["role"] == "assistant"
-                                                                    for m in t.messages)
+        assert t.turns == sum(m["role"] == "assistant" for m in t.messages)
+        assert sum(t.action_mask) <= 7 * t.turns
         ids = chat.open(t.messages[0]["content"])
         assert t.tokens[:len(ids)] == ids and not any(t.action_mask[:len(ids)])
         runs = [[token for token, on in run if on] for action, run in

@@ -11,9 +11,9 @@ from simulator import (LEAVE, ModelUser, ScriptedUser, asked_fact, given_fact, h
                        revealed_facts, simulator_messages, split_leave)
 from tasks import generate_problems, parse_problem
 
-TOM = parse_problem({"question": "Tom has 7 apples at first. Tom finds 5 more apples. Tom gives 4 apples away. "
-                                 "How many apples does Tom have now?",
-                                 "answer": "7 + 5 = 12, 12 - 4 = 8. #### 8"}, 0)
+TOM = parse_problem({"question": "Tom has 7 apples at first. Tom finds 5 more apples. "
+                                 "Tom gives 4 apples away. How many apples does Tom have now?",
+                     "answer": "7 + 5 = 12, 12 - 4 = 8. #### 8"}, 0)
 
 
 def say(*texts):
@@ -90,7 +90,8 @@ def test_the_overhelpful_user_agrees_with_a_wrong_sum_and_tells_everything_at_on
 
 
 def test_neither_script_knows_the_answer():
-    p = parse_problem({"question": "Tom has 70 apples at first. Tom finds 51 more apples. How many apples does Tom have now?",
+    p = parse_problem({"question": "Tom has 70 apples at first. Tom finds 51 more apples. "
+                                   "How many apples does Tom have now?",
                        "answer": "70 + 51 = 121. #### 121"}, 0)
     for script in (human, overhelpful):
         for dialogue in ([], say("hi", "How many apples at first?"), say("hi", "Tell me the answer."),
@@ -99,7 +100,8 @@ def test_neither_script_knows_the_answer():
 
 
 def test_real_problems_work_too_with_and_without_numbers_in_their_facts():
-    p = parse_problem({"question": "Weng earns $12 an hour for babysitting. Yesterday, she was tired. She did 50.5 minutes. "
+    p = parse_problem({"question": "Weng earns $12 an hour for babysitting. Yesterday, she was tired. "
+                                   "She did 50.5 minutes. "
                                    "How much did she earn?", "answer": "#### 10"}, 0)
     assert asked_fact(p, "How many minutes?", set()) == 2
     assert asked_fact(p, "Was she tired?", set()) == 1

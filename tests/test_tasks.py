@@ -63,16 +63,16 @@ def test_the_last_marker_counts():
 
 
 def test_sentences_are_cut_as_the_human_reveals_them():
-    assert split_sentences("Tom has 7.5 apples. He eats 2! How many?") == ["Tom has 7.5 apples.",
-                                                                           "He eats 2!", "How many?"]
+    sentences = split_sentences("Tom has 7.5 apples. He eats 2! How many?")
+    assert sentences == ["Tom has 7.5 apples.", "He eats 2!", "How many?"]
 
 
 @pytest.mark.parametrize("line, message", [
     ("{", "not JSON"), ("[]", "expected an object"), ('{"question": "a?"}', "'answer'"),
     ('{"answer": "#### 1"}', "'question'"),
     ('{"question": 3, "answer": "#### 1"}', "'question'"),
-    ('{"question": "a?", "answer": "one"}', "must end in '#### number' or a boxed number"),
-    ('{"question": "a?", "answer": "#### x"}', "must end in '#### number' or a boxed number"),
+    ('{"question": "a?", "answer": "one"}', "must end in '#### n' or a boxed number"),
+    ('{"question": "a?", "answer": "#### x"}', "must end in '#### n' or a boxed number"),
     ('{"question": " ", "answer": "#### 1"}', "'question'")])
 def test_a_broken_line_is_named_with_its_file(tmp_path, line, message):
     path = tmp_path / "problems.jsonl"

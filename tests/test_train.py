@@ -61,7 +61,8 @@ def test_every_method_saves_a_policy_of_the_same_shape_with_its_tokenizer(finish
     base = load_model(finished / "base" / "policy")
     for method in METHODS[1:]:
         policy = load_model(finished / method / "policy")
-        assert policy.config == base.config and load_chat(finished / method / "policy").vocab_size == base.config.vocab_size
+        assert policy.config == base.config
+        assert load_chat(finished / method / "policy").vocab_size == base.config.vocab_size
 
 
 def test_the_same_seed_gives_the_same_run_and_another_seed_another(finished, tmp_path):
@@ -129,7 +130,8 @@ def test_a_short_training_run_raises_the_reward(tmp_path):
         for name in ("Tom", "Anna", "Ben", "Mia", "Sam", "Eva", "Max", "Lily"):
             for item in ("apples", "books", "coins", "pens", "cards", "eggs"):
                 for n in range(2, 12):
-                    row = {"question": f"{name} has {n} {item} at first. How many {item} does {name} have now?", "answer": f"#### {n}"}
+                    question = f"{name} has {n} {item} at first. How many {item} does {name} have now?"
+                    row = {"question": question, "answer": f"#### {n}"}
                     file.write(json.dumps(row) + "\n")
     main(["--method", "human", "--problems", str(tmp_path / "easy.jsonl"), "--out", str(tmp_path / "run"),
           "--sft-steps", "300", "--steps", "12",
@@ -155,8 +157,7 @@ BAD = [("--taks math", "unrecognized arguments: --taks"), ("--task poetry", "inv
 
 
 @pytest.mark.parametrize("arguments, message", BAD)
-def test_bad_input_is_one_line_on_stderr_exit_code_2_and_nothing_written(tmp_path, capsys, arguments,
-                                                                         message):
+def test_bad_input_is_one_line_on_stderr_and_nothing_written(tmp_path, capsys, arguments, message):
     (tmp_path / "EMPTY").write_text("")
     (tmp_path / "BROKEN").write_text("{")
     (tmp_path / "LOGS").write_text('{"messages": [{"role": "user", "content": "x"}]}\n' * 5)
@@ -168,7 +169,8 @@ def test_bad_input_is_one_line_on_stderr_exit_code_2_and_nothing_written(tmp_pat
         main([*words, "--out", str(tmp_path / "run")] if arguments != "--steps"
              else ["--out", str(tmp_path / "run"), "--steps"])
     error = capsys.readouterr().err
-    assert stop.value.code == 2 and message in error and error.count("\n") == 1 and error.startswith("train.py: ")
+    assert stop.value.code == 2 and message in error
+    assert error.count("\n") == 1 and error.startswith("train.py: ")
     assert sorted(tmp_path.iterdir()) == before
 
 
