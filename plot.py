@@ -29,10 +29,10 @@ def read_csv(path: Path) -> list[dict]:
         return list(csv.DictReader(file))
 
 
-def print_table(results: dict[str, dict]) -> None:
-    """Print a run's scores, the recorded ones of methods that it did not run, and the paper's."""
+def print_table(results: dict[str, dict], show_recorded: bool) -> None:
+    """Print a run's scores and the paper's, and the recorded ones of methods that the run left out."""
     recorded = {}
-    for row in read_csv(ASSETS / "results.csv") if (ASSETS / "results.csv").exists() else []:
+    for row in read_csv(ASSETS / "results.csv") if show_recorded else []:
         recorded.setdefault(row["method"], []).append(float(row["score"]))
     layout = "{:12s}{:>20s}{:>18s}{:>8s}{:>10s}{:>14s}"
     print("\n"

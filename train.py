@@ -40,7 +40,7 @@ from chat import Chat, load_chat, save_chat, tiny_chat
 from grpo import advantages, update
 from logs import logged_contexts, read_logs, split_logs, told_at_once, write_logs, write_probes
 from model import ModelConfig, Transformer, load_checkpoint, load_model, save_checkpoint, save_model
-from plot import METHODS, draw_curves, print_table, read_csv
+from plot import ASSETS, METHODS, draw_curves, print_table, read_csv
 from rollout import HORIZON, MAX_NEW_TOKENS, Trajectory, append_samples, evaluate, pad, rollout, wilson
 from sampling import draw_key
 from simulator import ModelUser, ScriptedUser, human
@@ -453,7 +453,8 @@ def main(argv: list[str] | None = None) -> None:
     write_json(out / "result.json", result)
     base = result["methods"].get("base")
     draw_curves(read_rows(out / "metrics.csv"), out / "curves.png", base and base["score"])
-    print_table(result["methods"])
+    comparable = not (config.problems or config.evaluate) and (ASSETS / "results.csv").exists()
+    print_table(result["methods"], show_recorded=comparable)
     minutes, peak = result["seconds"] / 60, result["peak_rss_mb"]
     print(f"{minutes:.1f} minutes, peak memory {peak:.0f} MiB, everything in {out}/")
 
