@@ -9,7 +9,7 @@ calibrated simulator beside the human, on dialogues that neither has seen.
 Paper: section on simulator alignment (arXiv 2605.26403); the loss is `sft`, which also warm-starts the
 policy.
 
-Run `python align_sim.py` to calibrate the embedded simulator (about 3 minutes), or
+Run `python align_sim.py` to calibrate the embedded simulator (about 4 minutes), or
 `python align_sim.py --human-logs chats.jsonl --simulator DIR --out DIR` for logs and a simulator of your own.
 """
 
@@ -282,7 +282,7 @@ def main() -> None:
     parser.add_argument("--out",
                         help="folder for the calibrated simulator, which must not exist (default: not saved)")
     parser.add_argument("--steps", type=int, default=CALIBRATION_STEPS,
-                        help=f"(default: {CALIBRATION_STEPS})")
+                        help=f"calibration steps (default: {CALIBRATION_STEPS})")
     parser.add_argument("--batch", type=int, default=SFT_BATCH,
                         help=f"dialogues a step (default: {SFT_BATCH})")
     parser.add_argument("--lr", type=float, default=SFT_LR, help=f"largest learning rate (default: {SFT_LR})")
@@ -307,6 +307,7 @@ def main() -> None:
             logs, held_out = write_logs(problems, human, args.seed), write_logs(validation, human, args.seed)
             probes, script = write_probes(validation, held_out, human, args.seed), human
         if naive is None:
+            print(f"training a naive simulator first, {SFT_STEPS // 2} steps", flush=True)
             naive, _ = naive_simulator(chat, problems, steps=SFT_STEPS // 2, batch=SFT_BATCH, lr=SFT_LR,
                                        seed=args.seed)
         calibrated = copy.deepcopy(naive)

@@ -124,7 +124,8 @@ def main() -> None:
         loss, _ = policy_loss(logprobs, logprobs.detach(), A, torch.ones_like(logprobs).bool(), normaliser=8)
         gradient, = torch.autograd.grad(loss, logits)
         logits = (logits - 2 * gradient).detach().requires_grad_()
-        print(f"step {step}: p(rewarded token) {probabilities[1]:.2f} -> {logits.softmax(-1)[1]:.2f}")
+        print(f"step {step}: {int(tokens.sum())} of 8 rewarded, p(rewarded token) "
+              f"{probabilities[1]:.2f} -> {logits.softmax(-1)[1]:.2f}")
 
 
 if __name__ == "__main__":

@@ -53,8 +53,7 @@ def print_table(results: dict[str, dict], show_recorded: bool) -> None:
 def draw_curves(rows: list[dict], path: Path | str, base: float | None) -> None:
     """Draw a panel a method from rows with method, step, reward, human_score and perhaps seed.
 
-    A thin line a seed and their mean thick; `scores` gives the untrained policy's score under "base", drawn
-    dotted.
+    A thin line a seed and their mean thick; `base`, the untrained policy's score, is dashed.
     """
     methods = [m for m in ("static", "naive", "calibrated", "human")
                if any(row["method"] == m for row in rows)]

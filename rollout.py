@@ -194,8 +194,11 @@ def main() -> None:
         fail(str(error))
     keys = [(args.seed, "show", 0, problem.id, 0) for problem in problems]
     for t in rollout(policy, chat, user, problems, keys, horizon=args.horizon, max_new_tokens=MAX_NEW_TOKENS):
-        print(f"\n[{t.problem.goal}]")
-        print_messages(t.messages)
+        if args.user == "me":                          # all but a closing reply has been on the screen
+            print_messages(t.messages[-1:] if t.ended in ("answer", "horizon") else [])
+        else:
+            print(f"\n[{t.problem.goal}]")
+            print_messages(t.messages)
         print(f"{'':9}  ended: {t.ended}, reward {t.reward:.0f}")
 
 

@@ -253,9 +253,9 @@ def show_methods(horizons: list[int], eps: float) -> dict:
         r = results[-1]
         rows.append((name, a, b, first, float(r["shift"][-1]), r["gap"], r["bound"]))
         if name != "opening":
-            curves["4. four methods: shift", name] = (range(horizons[-1]), r["shift"])
+            curves["4a. four methods: shift", name] = (range(horizons[-1]), r["shift"])
         if name not in ("opening", "none"):
-            curves["4. four methods: gap", name] = (horizons, [x["gap"] for x in results])
+            curves["4b. four methods: gap", name] = (horizons, [x["gap"] for x in results])
     table(f"4. Four methods and a shifted opening, H = {horizons[-1]}",
           "method eps_0 delta_0 Delta_0 Delta_{H-1} gap bound", rows)
     return curves
