@@ -84,9 +84,8 @@ class Engine:
     """
 
     def __init__(self, model: Transformer, chat: Chat, openings: list[list[int]], keys: list[int],
-                 max_new_tokens: int, temperature: float = 1.0):
-        self.model, self.chat = model, chat
-        self.max_new_tokens = max_new_tokens
+                 max_new_tokens: int):
+        self.model, self.chat, self.max_new_tokens = model, chat, max_new_tokens
         self.room = model.config.max_position_embeddings                          # tokens a dialogue may hold
         self.cache = KVCache(model.config, len(openings), self.room, model.device, model.lm_head.weight.dtype)
         self.keys = torch.tensor(keys, dtype=torch.long, device=model.device)
@@ -130,10 +129,12 @@ class Engine:
         """Sample a reply in every live dialogue, append it to its buffer and return its ids.
 
         A reply ends with a stop token, which is an action like any other, or unfinished at the limit.
+
+        Shapes: B is the number of live dialogues; lengths, limit, done, counts, u, token (B,); hidden (B, D).
         """
         stops = torch.tensor(sorted(self.chat.stop_ids), device=self.keys.device)
         lengths = torch.tensor([len(self.tokens[row]) for row in self.live], device=self.keys.device)
-        limit = (self.room - lengths).clamp(max=self.max_new_tokens)    # (B,) tokens that this reply may have
+        limit = (self.room - lengths).clamp(max=self.max_new_tokens)         # tokens that this reply may have
         done = torch.zeros(len(self.live), dtype=torch.bool, device=self.keys.device)
         hidden, tokens, logprobs, counts = self.read(), [], [], torch.zeros_like(limit)
         while True:

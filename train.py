@@ -272,9 +272,9 @@ def warm_start(config: Config, data: Data) -> Speaker:
 def naive_speaker(config: Config, data: Data) -> Speaker:
     """Return the tiny over-helpful simulator."""
     chat = tiny_chat()
-    model, losses = naive_simulator(chat, data.train, steps=max(1, config.sft_steps // 2),
-                                    batch=config.sft_batch,
-                                    lr=config.sft_lr, seed=config.seed, device=config.device)
+    steps = max(1, config.sft_steps // 2)
+    model, losses = naive_simulator(chat, data.train, steps=steps, batch=config.sft_batch, lr=config.sft_lr,
+                                    seed=config.seed, device=config.device)
     log_losses(Path(config.out), "naive", losses)
     return model, chat
 
@@ -305,8 +305,8 @@ def mean(values) -> float:
 
 
 def train_step(step: int, method: str, config: Config, data: Data, chat: Chat, policy: Transformer,
-               reference: Transformer,
-               optimiser, user, contexts: dict | None) -> tuple[dict, list[Trajectory]]:
+               reference: Transformer, optimiser, user,
+               contexts: dict | None) -> tuple[dict, list[Trajectory]]:
     """Roll out P problems times G dialogues, take the optimiser steps, and return the row of metrics and
     the dialogues.
     """
@@ -324,8 +324,7 @@ def train_step(step: int, method: str, config: Config, data: Data, chat: Chat, p
     groups = torch.arange(len(problems), device=config.device).view(-1, config.group_size)      # (P, G)
     stats = []
     for rows in (part.flatten() for part in groups.chunk(config.minibatches)):
-        stats.append(update(policy, optimiser, tokens[rows], action_mask[rows], old_logprobs[rows],
-                            A[rows],
+        stats.append(update(policy, optimiser, tokens[rows], action_mask[rows], old_logprobs[rows], A[rows],
                             reference=reference, clip_eps=config.clip_eps, kl_coef=config.kl_coef,
                             micro_batch=config.micro_batch))
     return {"method": method, "step": step, "reward": mean(t.reward for t in trajectories),
