@@ -36,8 +36,7 @@ from simulator import (SUM, asked_fact, human, numbers, objection, overhelpful, 
 from tasks import Problem, generate_problems, split_sentences
 
 SFT_STEPS, CALIBRATION_STEPS, SFT_BATCH, SFT_LR = 1600, 2000, 32, 3e-3         # the tiny preset's
-# two lines of the card
-NLL, AGREES = "NLL of the human's words (nats a token)", "agrees with a wrong sum or fact"
+NLL, AGREES = "NLL of the human's words (nats a token)", "agrees with a wrong sum or fact"     # of the card
 Example = tuple[list[int], list[int]]           # ids and mask of a dialogue, as `Chat.render` returns them
 
 
@@ -230,18 +229,20 @@ def measured_replies(logs: list[dict], places: list[tuple[int, int]], simulators
 
 
 def report_card(logs: list[dict], simulators: dict[str, Transformer], chat: Chat, *, seed: int,
-                max_new_tokens: int,
-                probes: list[dict] = (), script: Callable | None = None) -> dict[str, dict[str, list[float]]]:
+                max_new_tokens: int, probes: list[dict] = (),
+                script: Callable | None = None) -> dict[str, dict[str, list[float]]]:
     """Compare simulators with the human of held-out logs; `script` is who wrote them, if it was one.
 
     Every speaker replies in the same contexts: before each of the human's messages, as long as the context
-    leaves every simulator room for a reply. `probes` are logs that
-    end in a planted mistake and the human's reply to it; without them, agreement is measured on mistakes in
-    the logs themselves. Return {measure: {speaker: [value, low, high]}} with 95 % bootstrap intervals over
-    dialogues.
+    leaves every simulator room for a reply. `probes` are logs that end in a planted mistake and the human's
+    reply to it; without them, agreement is measured on mistakes in the logs themselves. Return
+    {measure: {speaker: [value, low, high]}} with 95 % bootstrap intervals over dialogues.
+
+    Raises: ValueError if no context leaves room for a reply.
     """
-    nll = {"human": [script_nll(script, problem_of(log, i), log, chat) for i,
-                     log in enumerate(logs)]} if script else {}
+    nll = {}
+    if script:
+        nll["human"] = [script_nll(script, problem_of(log, i), log, chat) for i, log in enumerate(logs)]
     nll |= {name: model_nll(simulator, chat, logs) for name, simulator in simulators.items()}
     room = min(s.config.max_position_embeddings for s in simulators.values()) - max_new_tokens
     places = [(l, m) for l, log in enumerate(logs) for m in range(0, len(log["messages"]), 2)
@@ -255,8 +256,8 @@ def report_card(logs: list[dict], simulators: dict[str, Transformer], chat: Chat
     if last:
         counts[AGREES] = measured_replies(probes, last, simulators, chat, seed=seed,
                                           max_new_tokens=max_new_tokens)[AGREES]
-    return {measure: {name: bootstrap(values, seed) for name, values in row.items()} for measure,
-            row in counts.items()}
+    return {measure: {name: bootstrap(values, seed) for name, values in row.items()}
+            for measure, row in counts.items()}
 
 
 def print_report_card(card: dict) -> None:

@@ -92,8 +92,9 @@ def logging_assistant(problem: Problem, dialogue: list[dict], rng: random.Random
     if choice < 0.44 and revealed:                   # no sum to try yet: restates a fact, not always rightly
         fact = problem.facts[rng.choice(sorted(revealed))]
         n = numbers(fact)[0] if numbers(fact) else ""
-        return (fact.replace(n, str(int(n) + rng.choice([0, 1])), 1) if n.isdigit() and len(n) < 10
-                else fact) + " " + ask
+        if n.isdigit() and len(n) < 10:
+            fact = fact.replace(n, str(int(n) + rng.choice([0, 1])), 1)
+        return f"{fact} {ask}"
     return ask
 
 

@@ -35,8 +35,8 @@ def print_table(results: dict[str, dict], show_recorded: bool) -> None:
     for row in read_csv(ASSETS / "results.csv") if show_recorded else []:
         recorded.setdefault(row["method"], []).append(float(row["score"]))
     layout = "{:12s}{:>20s}{:>18s}{:>8s}{:>10s}{:>14s}"
-    print("\n"
-          + layout.format("method", "against the human", "95 % interval", "turns", "seconds", "paper, MATH"))
+    print()
+    print(layout.format("method", "against the human", "95 % interval", "turns", "seconds", "paper, MATH"))
     for method in dict.fromkeys([*METHODS, *results]):
         paper = f"{PAPER[method]:.1f}" if method in PAPER else "-"
         if method in results:

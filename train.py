@@ -105,11 +105,16 @@ class Data:
     test: list[Problem]
     logs: list[dict]            # what people said; to calibrate on, and static contexts
     held_out: list[dict]        # for the report card
-    probes: list[dict]       # planted mistakes, for its sycophancy line; none where the human is not scripted
+    probes: list[dict]          # planted mistakes, for its sycophancy line; none without the scripted human
     scripted: bool              # whether the scripted human wrote the logs
 
 
 # Files ------------------------------------------------------------------------------------------------------
+
+def mean(values) -> float:
+    values = list(values)
+    return sum(values) / len(values)
+
 
 def print_row(row: dict, steps: int) -> None:
     score = "  -  " if row["human_score"] is None else f"{row['human_score']:.3f}"
@@ -154,6 +159,12 @@ def forget_after(path: Path, method: str, step: int) -> None:
 
 # Inputs -----------------------------------------------------------------------------------------------------
 
+def fail(message: str) -> None:
+    """Say what is wrong in one line and leave."""
+    print(f"train.py: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
 def parse_config(argv: list[str] | None = None) -> Config:
     """Read the command line. A wrong flag or value is one line on stderr and exit code 2."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
@@ -173,12 +184,6 @@ def parse_config(argv: list[str] | None = None) -> Config:
         if minimum is not None and not (minimum <= value < math.inf):
             fail(f"--{f.name.replace('_', '-')} must be at least {minimum}, got {value}")
     return config
-
-
-def fail(message: str) -> None:
-    """Say what is wrong in one line and leave."""
-    print(f"train.py: {message}", file=sys.stderr)
-    sys.exit(2)
 
 
 def load_data(config: Config) -> Data:
@@ -224,8 +229,8 @@ def refuse_another_run(config: Config) -> None:
     changed = [name for name, value in asdict(config).items() if name not in free
                and before.get(name) != value]
     if changed or before.get("steps", 0) > config.steps:
-        flags = ", ".join("--" + name.replace("_", "-")
-                          for name in changed) or f"--steps above {config.steps}"
+        flags = ", ".join("--" + name.replace("_", "-") for name in changed)
+        flags = flags or f"--steps above {config.steps}"
         raise ValueError(f"{out} was started with another {flags}: resume it with the same")
 
 
@@ -298,11 +303,6 @@ def user_and_contexts(method: str, data: Data, simulators: dict[str, Speaker], m
 
 
 # Reinforcement learning -------------------------------------------------------------------------------------
-
-def mean(values) -> float:
-    values = list(values)
-    return sum(values) / len(values)
-
 
 def train_step(step: int, method: str, config: Config, data: Data, chat: Chat, policy: Transformer,
                reference: Transformer, optimiser, user,

@@ -195,8 +195,9 @@ def commands(readme):
     """Every `python X.py ...` line of the README's code blocks."""
     for block in re.findall(r"```(?:sh|bash)?\n(.*?)```", readme, re.S):
         for line in block.splitlines():
-            if line.startswith("python "):
-                yield line.split("  #")[0].strip()
+            command = re.sub(r"^([A-Z_]+=\S+ )*", "", line).split("  #")[0].strip()
+            if command.startswith("python "):
+                yield command
 
 
 @pytest.mark.parametrize("command", sorted(set(commands((ROOT / "README.md").read_text(encoding="utf-8")))))
