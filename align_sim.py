@@ -26,17 +26,19 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from chat import Chat, load_chat, save_chat, tiny_chat
+from chat import Chat, is_embedded, tiny_chat
 from logs import read_logs, split_logs, write_logs, write_probes
-from model import ModelConfig, Transformer, load_model, save_model, token_logprobs
+from model import Transformer, autocast, tiny_config, token_logprobs, trainable
 from rollout import MAX_NEW_TOKENS
 from sampling import Engine, draw_key
-from simulator import (SUM, asked_fact, human, numbers, objection, overhelpful, revealed_facts,
+from simulator import (NAIVE_USER, SUM, asked_fact, human, numbers, objection, overhelpful, revealed_facts,
                        simulator_messages, split_leave, states, words)
 from tasks import Problem, generate_problems, split_sentences
+from weights import load_speaker, save_speaker
 
 SFT_STEPS, CALIBRATION_STEPS, SFT_BATCH, SFT_LR = 1600, 2000, 32, 3e-3         # the tiny preset's
 NLL, AGREES = "NLL of the human's words (nats a token)", "agrees with a wrong sum or fact"     # of the card
+OWN_STEPS, OWN_BATCH, OWN_LR = 100, 8, 2e-5                                    # for a simulator of one's own
 Example = tuple[list[int], list[int]]           # ids and mask of a dialogue, as `Chat.render` returns them
 
 
@@ -47,13 +49,32 @@ def pad_examples(examples: list[Example], device) -> tuple[torch.Tensor, torch.T
     return tokens, torch.tensor([mask + [0] * (T - len(mask)) for _, mask in examples], device=device).bool()
 
 
+@torch.no_grad()
+def examples_nll(model: Transformer, examples: list[Example], batch: int) -> list[tuple[float, float]]:
+    """Return for every example the negative log-likelihood of its masked tokens, in nats, and their number."""
+    room, values = model.config.max_position_embeddings, []
+    for i in range(0, len(examples), batch):
+        tokens, mask = pad_examples([(ids[:room], m[:room]) for ids, m in examples[i:i + batch]], model.device)
+        nll = -token_logprobs(model, tokens, mask).sum(1)
+        values += zip(nll.tolist(), mask.sum(1).tolist())
+    return values
+
+
+def mean_nll(model: Transformer, examples: list[Example], batch: int) -> float:
+    """Return the negative log-likelihood a masked token, infinite if there is none."""
+    nlls, counts = zip(*examples_nll(model, examples, batch)) if examples else ((), ())
+    return sum(nlls) / sum(counts) if sum(counts) else math.inf
+
+
 def sft(model: Transformer, examples: list[Example], *, steps: int, batch: int, lr: float, seed: int,
-        micro_batch: int = 16, title: str = "sft") -> list[float]:
+        micro_batch: int = 16, precision: str = "fp32", validation: list[Example] = (), title: str = "sft"
+        ) -> list[float]:
     """Fine-tune on the masked tokens and return the loss of every step, in nats a token.
 
     One normaliser a step, its number of masked tokens, so the split into length-sorted micro-batches, which
     spares padding, does not change the gradient. The learning rate warms up over 20 steps and decays to a
-    tenth by a cosine.
+    tenth by a cosine. With `validation` examples, their loss is measured every tenth of the steps; training
+    stops when it has not reached a new minimum three times in a row, and the weights of the minimum are restored.
 
     Raises: FloatingPointError if the loss is not finite; ValueError if there is nothing to learn.
     """
@@ -61,8 +82,9 @@ def sft(model: Transformer, examples: list[Example], *, steps: int, batch: int, 
     examples = [(ids[:room], mask[:room]) for ids, mask in examples if any(mask[:room])]
     if not examples:
         raise ValueError(f"{title}: no dialogue has a token to learn within {room} tokens")
-    optimiser = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.01)
+    optimiser = torch.optim.AdamW(trainable(model), lr=lr, betas=(0.9, 0.95), weight_decay=0.01)
     rng, order, losses = random.Random(seed), [], []
+    lowest, best, worse = mean_nll(model, validation, micro_batch), [], 0
     for step in tqdm(range(steps), desc=title, disable=None, leave=False):
         while len(order) < batch:
             order += rng.sample(range(len(examples)), len(examples))
@@ -74,14 +96,23 @@ def sft(model: Transformer, examples: list[Example], *, steps: int, batch: int, 
         normaliser, total = sum(sum(examples[row][1]) for row in rows), 0.0
         for i in range(0, batch, micro_batch):
             tokens, mask = pad_examples([examples[row] for row in rows[i:i + micro_batch]], model.device)
-            loss = -token_logprobs(model, tokens, mask).sum() / normaliser
+            with autocast(model.device, precision):
+                loss = -token_logprobs(model, tokens, mask).sum() / normaliser
             loss.backward()
             total += float(loss.detach())
         if not math.isfinite(total):
             raise FloatingPointError(f"{title}: the loss is {total} at step {step + 1}")
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(trainable(model), 1.0)
         optimiser.step()
         losses.append(total)
+        if validation and (step + 1) % max(1, steps // 10) == 0:
+            nll, worse = mean_nll(model, validation, micro_batch), worse + 1
+            if nll < lowest:
+                lowest, best, worse = nll, [parameter.detach().clone() for parameter in trainable(model)], 0
+            if worse == 3:
+                break
+    for parameter, value in zip(trainable(model), best):
+        parameter.data.copy_(value)
     return losses
 
 
@@ -90,17 +121,23 @@ def naive_simulator(chat: Chat, problems: list[Problem], *, steps: int, batch: i
     """Return a tiny simulator that was fine-tuned on over-helpful users, as prompted language models are,
     and the losses.
     """
-    model = Transformer(ModelConfig(vocab_size=chat.vocab_size),
+    model = Transformer(tiny_config(vocab_size=chat.vocab_size),
                         draw_key(seed, "simulator weights")).to(device)
     examples = [chat.render(simulator_messages(log)) for log in write_logs(problems, overhelpful, seed)]
     return model, sft(model, examples, steps=steps, batch=batch, lr=lr, seed=seed, title="naive simulator")
 
 
 def calibrate(simulator: Transformer, chat: Chat, logs: list[dict], *, steps: int, batch: int, lr: float,
-              seed: int) -> list[float]:
-    """Fine-tune a simulator in place on what people said in `logs`; return the losses."""
+              seed: int, micro_batch: int = 16, precision: str = "fp32", stop_early: bool = False) -> list[float]:
+    """Fine-tune a simulator in place on what people said in `logs`; return the losses.
+
+    Real people's dialogues are few and are soon learned by heart: with `stop_early` a sixth of them is not trained
+    on but says when to stop (not the held-out ones: those are for the report card).
+    """
     examples = [chat.render(simulator_messages(log)) for log in logs]
-    return sft(simulator, examples, steps=steps, batch=batch, lr=lr, seed=seed, title="calibration")
+    sixth = max(1, len(logs) // 6) if stop_early and len(logs) > 1 else 0
+    return sft(simulator, examples[sixth:], steps=steps, batch=batch, lr=lr, seed=seed, micro_batch=micro_batch,
+               precision=precision, validation=examples[:sixth], title="calibration")
 
 
 # Report card ------------------------------------------------------------------------------------------------
@@ -167,17 +204,9 @@ def sampled_replies(simulator: Transformer, chat: Chat, logs: list[dict], places
     return replies
 
 
-@torch.no_grad()
-def model_nll(simulator: Transformer, chat: Chat, logs: list[dict],
-             batch: int = 32) -> list[tuple[float, float]]:
+def model_nll(simulator: Transformer, chat: Chat, logs: list[dict]) -> list[tuple[float, float]]:
     """Return for every log the negative log-likelihood of its human tokens, in nats, and their number."""
-    room, values = simulator.config.max_position_embeddings, []
-    for i in range(0, len(logs), batch):
-        examples = [chat.render(simulator_messages(log)) for log in logs[i:i + batch]]
-        tokens, mask = pad_examples([(ids[:room], m[:room]) for ids, m in examples], simulator.device)
-        nll = -token_logprobs(simulator, tokens, mask).sum(1)
-        values += zip(nll.tolist(), mask.sum(1).tolist())
-    return values
+    return examples_nll(simulator, [chat.render(simulator_messages(log)) for log in logs], batch=32)
 
 
 def script_nll(script: Callable, problem: Problem, log: dict, chat: Chat) -> tuple[float, float]:
@@ -274,31 +303,42 @@ def fail(message: str) -> None:
     sys.exit(2)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Calibrate a simulator on human dialogues.",
-                                     allow_abbrev=False)
-    parser.add_argument("--simulator",
-                        help="folder of the naive simulator (default: train a tiny over-helpful one first)")
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Calibrate a simulator on human dialogues.", allow_abbrev=False)
+    parser.add_argument("--simulator", help="naive simulator: folder, GGUF file or hub id "
+                                            "(default: train a tiny over-helpful one first)")
     parser.add_argument("--human-logs", help="JSONL of human dialogues (default: the scripted human's)")
-    parser.add_argument("--out",
-                        help="folder for the calibrated simulator, which must not exist (default: not saved)")
-    parser.add_argument("--steps", type=int, default=CALIBRATION_STEPS,
-                        help=f"calibration steps (default: {CALIBRATION_STEPS})")
-    parser.add_argument("--batch", type=int, default=SFT_BATCH,
-                        help=f"dialogues a step (default: {SFT_BATCH})")
-    parser.add_argument("--lr", type=float, default=SFT_LR, help=f"largest learning rate (default: {SFT_LR})")
+    parser.add_argument("--out", help="folder for the calibrated simulator, which must not exist (default: not saved)")
+    parser.add_argument("--steps", type=int, help=f"largest number of steps (default: {CALIBRATION_STEPS} for the "
+                                                  f"embedded simulator, {OWN_STEPS} for another)")
+    parser.add_argument("--batch", type=int, help=f"dialogues a step (default: {SFT_BATCH}, {OWN_BATCH})")
+    parser.add_argument("--lr", type=float, help=f"largest learning rate (default: {SFT_LR}, {OWN_LR})")
+    parser.add_argument("--micro-batch", type=int, default=4, help="dialogues a forward and backward pass (default: 4)")
+    parser.add_argument("--max-new-tokens", type=int, default=MAX_NEW_TOKENS,
+                        help=f"tokens a reply may have on the report card (default: {MAX_NEW_TOKENS})")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32",
+                        help="bf16 multiplies matrices in bf16 (default: fp32)")
     parser.add_argument("--seed", type=int, default=0, help="of every random draw (default: 0)")
     parser.error = fail
     args = parser.parse_args()
+    embedded = not args.simulator or is_embedded(args.simulator)
+    for name, default in zip(("steps", "batch", "lr"), (CALIBRATION_STEPS, SFT_BATCH, SFT_LR) if embedded
+                             else (OWN_STEPS, OWN_BATCH, OWN_LR)):
+        setattr(args, name, default if getattr(args, name) is None else getattr(args, name))
+    if min(args.steps, args.batch, args.micro_batch, args.max_new_tokens) < 1 or args.seed < 0 \
+            or not 0 < args.lr < math.inf:
+        fail("--steps, --batch, --micro-batch and --max-new-tokens must be at least 1, --seed at least 0, --lr above 0")
+    if args.out and Path(args.out).exists():
+        fail(f"{args.out} exists: choose another --out")
+    return args
+
+
+def main() -> None:
+    args = parse_args()
     try:
-        if args.steps < 1 or args.batch < 1 or args.seed < 0 or not 0 < args.lr < math.inf:
-            raise ValueError("--steps and --batch must be at least 1, --seed at least 0, --lr above 0")
-        if args.out and Path(args.out).exists():
-            raise ValueError(f"{args.out} exists: choose another --out")
         if args.out:
             Path(args.out).parent.mkdir(parents=True, exist_ok=True)
-        chat = load_chat(args.simulator) if args.simulator else tiny_chat()
-        naive = load_model(args.simulator) if args.simulator else None
+        naive, chat = load_speaker(args.simulator, NAIVE_USER) if args.simulator else (None, tiny_chat())
         problems = generate_problems("train", 8000, args.seed)
         validation = generate_problems("validation", 300, args.seed)
         if args.human_logs:
@@ -312,14 +352,14 @@ def main() -> None:
             naive, _ = naive_simulator(chat, problems, steps=SFT_STEPS // 2, batch=SFT_BATCH, lr=SFT_LR,
                                        seed=args.seed)
         calibrated = copy.deepcopy(naive)
-        losses = calibrate(calibrated, chat, logs, steps=args.steps, batch=args.batch, lr=args.lr,
-                           seed=args.seed)
-        print(f"calibrated on {len(logs)} dialogues: loss {losses[0]:.3f} -> {losses[-1]:.3f} nats a token")
+        losses = calibrate(calibrated, chat, logs, steps=args.steps, batch=args.batch, lr=args.lr, seed=args.seed,
+                           micro_batch=args.micro_batch, precision=args.precision, stop_early=script is None)
+        print(f"calibrated on {len(logs)} dialogues, {len(losses)} steps: loss {losses[0]:.3f} -> {losses[-1]:.3f} "
+              "nats a token", flush=True)
         if args.out:
-            save_model(calibrated, args.out)
-            save_chat(chat, args.out)
+            save_speaker(Path(args.out), calibrated, chat)
         card = report_card(held_out, {"naive": naive, "calibrated": calibrated}, chat, seed=args.seed,
-                           max_new_tokens=MAX_NEW_TOKENS, probes=probes, script=script)
+                           max_new_tokens=args.max_new_tokens, probes=probes, script=script)
     except (ValueError, FloatingPointError, OSError) as error:
         fail(str(error))
     print_report_card(card)

@@ -8,27 +8,41 @@ A chat format is four pieces of ids around the texts:
 
     head  USER  post  sampled reply <end>  mid  USER  post  sampled reply <end> ...
 
-What somebody wrote is encoded with `encode_ordinary`, so "<|end|>" typed by a user stays text and never ends
-a turn. The embedded tokenizer is byte-level BPE, a small number being one token; `python logs.py
---build-tokenizer` rebuilds its ranks.
+`template_chat` finds them in a Hugging Face chat template, once, by rendering marked texts; a template that
+rewrites what it has already rendered has no such pieces and is refused. `tiny_chat` is the embedded format:
+byte-level BPE, a small number being one token; `python logs.py --build-tokenizer` rebuilds its ranks.
 
-Run `python chat.py` to see a dialogue as tokens with its action mask.
+What somebody wrote is encoded without control tokens, so "<|end|>" typed by a user stays text and never ends a
+turn.
+
+Run `python chat.py` to see a dialogue as tokens with its action mask, `python chat.py MODEL` for a model's own
+format.
 """
 
+import argparse
 import base64
+import json
 import re
 import shutil
+import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Callable
 
 import tiktoken
+from jinja2 import TemplateError
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers.utils import logging
+
+logging.set_verbosity_error()                           # what matters of it is raised here as an error
 
 RANKS = Path(__file__).parent / "assets" / "tiny.tiktoken"
 # a word, a number or a run of signs, with the space before it
 PATTERN = r" ?[A-Za-z']+| ?\d{1,3}|[ ]?[^\sA-Za-z\d']+|\s"
 USER, ASSISTANT, END = "<|user|>", "<|assistant|>", "<|end|>"
+TIKTOKEN = "tokenizer.tiktoken"                         # the embedded tokenizer's name beside a saved model
 NUMBERS, MERGES = 100, 420                              # numbers below 100 that are one token; merges learned
 
 
@@ -42,8 +56,8 @@ class Chat:
     post: tuple[int, ...]                       # between a user text and the reply
     end: int                                    # the end-of-turn: sampled, hence an action
     stop_ids: frozenset[int]                    # any of these ends a reply; `end` is one of them
-    vocab_size: int
-    ranks: Path                                 # the file of the vocabulary
+    vocab_size: int                             # ids are below it
+    save: Callable[[str], None]                 # writes the tokenizer beside a saved model
 
     def open(self, text: str) -> list[int]:
         """Return the ids of a dialogue that begins with a user's `text`, up to where the reply starts."""
@@ -107,23 +121,139 @@ def tiny_chat(ranks: Path | str = RANKS) -> Chat:
                 decode=lambda ids: encoding.decode(ids).strip(),
                 head=(control[USER],), mid=(control[USER],), post=(control[END], control[ASSISTANT]),
                 end=control[END],
-                stop_ids=frozenset(control.values()), vocab_size=encoding.n_vocab, ranks=Path(ranks))
+                stop_ids=frozenset(control.values()), vocab_size=encoding.n_vocab,
+                save=lambda folder: shutil.copyfile(ranks, Path(folder) / TIKTOKEN))
 
 
-def save_chat(chat: Chat, folder: str) -> None:
-    """Put the tokenizer beside a saved model."""
-    shutil.copyfile(chat.ranks, Path(folder) / "tokenizer.tiktoken")
+# Hugging Face's formats -------------------------------------------------------------------------------------
 
+def plain_tokenizer(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
+    """Return the same tokenizer without control tokens, for text that people and models wrote.
 
-def load_chat(folder: str) -> Chat:
-    """Return the chat format of a saved model.
-
-    Raises: ValueError if the folder holds no tokenizer.
+    Raises: ValueError if it would turn some text into a control token all the same.
     """
-    path = Path(folder) / "tokenizer.tiktoken"
-    if not path.is_file():
-        raise ValueError(f"{folder} has no tokenizer.tiktoken, so its text cannot be read")
-    return tiny_chat(path)
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    control = [token for token in state["added_tokens"] if token["content"].strip()]
+    state["added_tokens"] = [token for token in state["added_tokens"] if token not in control]
+    plain = Tokenizer.from_str(json.dumps(state | {"post_processor": None, "truncation": None, "padding": None}))
+    ids = {token["id"] for token in control}
+    for token in control:
+        if ids & set(plain.encode(token["content"], add_special_tokens=False).ids):
+            raise ValueError(f"its tokenizer reads {token['content']!r} in a text as a control token")
+    return plain
+
+
+def template_pieces(tokenizer: PreTrainedTokenizerBase, instruction: str) -> tuple[str, str, str]:
+    """Return what a chat template puts before the first user text, between a reply and the next user text, and
+    between a user text and the reply. The instruction is a system message or, if the template has none, the
+    beginning of the first user text.
+
+    Raises: ValueError if turns do not keep their rendering when others follow.
+    """
+    marks = [f"text{i}mark" for i in range(5)]
+
+    def render(turns: int, system: list[dict]) -> list[str]:
+        roles = [{"role": ("user", "assistant")[i % 2], "content": mark} for i, mark in enumerate(marks[:turns])]
+        text = tokenizer.apply_chat_template(system + roles, tokenize=False, add_generation_prompt=True,
+                                             enable_thinking=False, date_string="26 Jul 2024")
+        return re.split("|".join(marks), text)
+
+    system = [{"role": "system", "content": instruction}] if instruction else []
+    try:
+        pieces = render(1, system)
+    except TemplateError:
+        pieces = [""]
+    before = ""
+    if instruction not in pieces[0]:
+        system, before = [], instruction + "\n\n"
+    (head, post), longer, longest = render(1, system), render(3, system), render(5, system)
+    mid, empty_thought = longer[2], r"(<think>\s*</think>\s*)?"
+    if longer != [head, longer[1], mid, post] or longest != [head, longer[1], mid, longer[1], mid, post] \
+            or not re.fullmatch(re.escape(longer[1]) + empty_thought, post):
+        raise ValueError("its chat template renders a turn differently when others follow, or thinks before it "
+                         "replies: no literal prefix, so no token-exact training")
+    return head + before, mid, post
+
+
+def template_chat(tokenizer: PreTrainedTokenizerBase, instruction: str = "", stop_ids: set[int] = frozenset()) -> Chat:
+    """Return a Hugging Face tokenizer with its chat template as a format, `instruction` in front of every
+    dialogue.
+
+    Hybrid thinking models run with thinking off: the empty block stays in the buffer where the template would
+    strip it from history.
+
+    Raises: ValueError naming what the template or the tokenizer lacks.
+    """
+    if not tokenizer.chat_template:
+        raise ValueError("its tokenizer has no chat template: not a model that was taught to chat")
+    if not tokenizer.is_fast:
+        raise ValueError("its tokenizer has no tokenizer.json")
+    head, mid, post = (tokenizer.encode(piece, add_special_tokens=False)
+                       for piece in template_pieces(tokenizer, instruction))
+    plain, control = plain_tokenizer(tokenizer), tokenizer.added_tokens_decoder
+    if not mid or mid[0] not in control:
+        raise ValueError("its chat template ends replies with text instead of a control token")
+    stops = {mid[0], *stop_ids, *({tokenizer.eos_token_id} - {None})}
+
+    def save(folder: str) -> None:
+        tokenizer.save_pretrained(folder)
+        GenerationConfig(eos_token_id=sorted(stops), bos_token_id=tokenizer.bos_token_id, do_sample=True,
+                         pad_token_id=tokenizer.pad_token_id, temperature=1.0, top_k=0,
+                         top_p=1.0).save_pretrained(folder)
+
+    return Chat(encode=lambda text: plain.encode(text.strip(), add_special_tokens=False).ids,
+                decode=lambda ids: tokenizer.decode(ids, clean_up_tokenization_spaces=False).strip(),
+                head=tuple(head), mid=tuple(mid[1:]), post=tuple(post), end=mid[0], stop_ids=frozenset(stops),
+                vocab_size=max(tokenizer.get_vocab().values()) + 1, save=save)
+
+
+def located(source: str) -> tuple[str, dict]:
+    """Return where transformers finds a model, and as which file if it is a GGUF.
+
+    Raises: ValueError if `source` is no folder of a model, no GGUF file and cannot be a hub id.
+    """
+    path = Path(source)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ValueError(f"{source} is not a model: it has no config.json")
+        return str(source), {}
+    if path.is_file() and path.suffix == ".gguf":
+        return str(path.parent), {"gguf_file": path.name}
+    if path.exists() or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(source)):
+        raise ValueError(f"{source} is not a model: no folder, no .gguf file and no id such as Qwen/Qwen3-0.6B")
+    return str(source), {}
+
+
+def is_embedded(source: str) -> bool:
+    """Whether a folder holds a model that speaks the embedded format."""
+    return (Path(source) / TIKTOKEN).is_file()
+
+
+def load_chat(source: str, instruction: str = "") -> Chat:
+    """Return the chat format of a model: folder, GGUF file or hub id. The embedded format, which knows no
+    instructions, has none.
+
+    Raises: ValueError if there is no tokenizer, or none with a usable chat template.
+    """
+    if is_embedded(source):
+        return tiny_chat(Path(source) / TIKTOKEN)
+    folder, gguf = located(source)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **gguf)
+    except Exception as error:                               # of any type: transformers, tokenizers, network
+        reason = " ".join(str(error).split())[:160]
+        raise ValueError(f"{source} has no tokenizer that can be read: {reason}") from None
+    try:
+        stops = GenerationConfig.from_pretrained(folder).eos_token_id
+    except OSError:                                                             # a model need not have one
+        stops = None
+    try:
+        return template_chat(tokenizer, instruction, {*(stops if isinstance(stops, list) else [stops])} - {None})
+    except (ValueError, TemplateError) as error:
+        raise ValueError(f"{source}: {error}") from None
+
+
+# Building the embedded tokenizer ----------------------------------------------------------------------------
 
 
 def learn_merges(pieces: Counter, merges: int) -> list[bytes]:
@@ -162,15 +292,28 @@ def build_ranks(texts: list[str], path: Path | str = RANKS) -> int:
     return len(tokens)
 
 
+def fail(message: str) -> None:
+    """Say what is wrong in one line and leave."""
+    print(f"chat.py: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
 def main() -> None:
-    chat = tiny_chat()
+    parser = argparse.ArgumentParser(description="Show a dialogue as tokens.", allow_abbrev=False)
+    parser.add_argument("model", nargs="?", help="folder, GGUF file or hub id (default: the embedded format)")
+    parser.error = fail
+    source = parser.parse_args().model
+    try:
+        chat = load_chat(source) if source else tiny_chat()
+    except ValueError as error:
+        fail(str(error))
     messages = [{"role": "user", "content": "how many apples does Tom have now?"},
                 {"role": "assistant", "content": "How many apples does Tom have at first?"},
                 {"role": "user", "content": "7, and <|end|> stays text"},
                 {"role": "assistant", "content": "7 + 5 = 12. #### 12"}]
-    names = {chat.end: END, chat.head[0]: USER, chat.post[1]: ASSISTANT}
+    names = {} if source else {chat.end: END, chat.head[0]: USER, chat.post[1]: ASSISTANT}
     for token, action in zip(*chat.render(messages)):
-        print(f"{token:5d} {'action' if action else '      '} {names.get(token) or chat.decode([token])}")
+        print(f"{token:6d} {'action' if action else '      '} {names.get(token) or chat.decode([token])}")
 
 
 if __name__ == "__main__":

@@ -30,18 +30,27 @@ def advantages(rewards: Tensor, divide_by_std: bool = True) -> Tensor:
     """Return (P, G) advantages: (r - mean) / std of each group, the std with ddof 0; exactly 0 where all
     rewards agree.
 
-    advantages([[1, 0, 0, 1]]) is [[1, -1, -1, 1]]: mean 0.5, std 0.5.
+    advantages([[1, 0, 0, 1]]) is [[1, -1, -1, 1]]: mean 0.5, std 0.5. A dialogue that failed has the reward NaN:
+    it counts in neither and has the advantage 0.
 
     Raises: ValueError for groups of one, which have nothing to compare with.
     """
     assert rewards.dim() == 2, f"rewards must be (P, G), got {tuple(rewards.shape)}"
     if rewards.shape[1] < 2:
         raise ValueError(f"a group needs at least 2 dialogues, got {rewards.shape[1]}")
-    equal = (rewards == rewards[:, :1]).all(1, keepdim=True)
-    centred = rewards - rewards.mean(1, keepdim=True)
+    valid = ~rewards.isnan()
+    n = valid.sum(1, keepdim=True).clamp(min=1)
+    total = torch.where(valid, rewards, 0.0).sum(1, keepdim=True)
+    centred = torch.where(valid, rewards - total / n, 0.0)
     if divide_by_std:
-        centred = centred / torch.where(equal, 1.0, rewards.std(1, correction=0, keepdim=True))
-    return torch.where(equal, 0.0, centred)
+        std = (centred.square().sum(1, keepdim=True) / n).sqrt()
+        centred = centred / torch.where(agree(rewards), 1.0, std)
+    return torch.where(agree(rewards), 0.0, centred)
+
+
+def agree(rewards: Tensor) -> Tensor:
+    """Return (P, 1), whether all rewards of a group are equal, failed dialogues aside: it teaches nothing."""
+    return rewards.nan_to_num(torch.inf).amin(1, keepdim=True) >= rewards.nan_to_num(-torch.inf).amax(1, keepdim=True)
 
 
 def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, action_mask: Tensor,

@@ -1,14 +1,24 @@
-"""The language model: a Llama-style decoder-only transformer in plain PyTorch.
+"""The language model: a decoder-only transformer in plain PyTorch.
 
-RMSNorm, rotary positions, grouped-query attention and a SwiGLU feed-forward, as in Llama (arXiv 2302.13971).
-Policy, reference and simulator are all this one class. Three things matter to reinforcement learning on
-dialogues:
+RMSNorm, rotary positions, grouped-query attention and a gated feed-forward, as in Llama (arXiv 2302.13971).
+Policy, reference and simulator are all this one class, whether they have 0.1 M parameters or 7 B. Three things
+matter to reinforcement learning on dialogues:
 
 1. `KVCache` keeps a length per row, because the dialogues of a batch grow at different speeds: every turn
    feeds only what is new, and rows that have nothing new are padded on the right without leaving a trace.
 2. `token_logprobs` is the only place where predictions are shifted by one. Everywhere else index t speaks
    about token t.
-3. Parameter and configuration names are Hugging Face's `llama`, so that a saved model opens in transformers.
+3. `add_adapters` trains a low-rank correction where the whole model does not fit (LoRA); the reference is then
+   the same weights with the adapters off.
+
+Configurations are Hugging Face's and so are the names of the parameters (weights.py reads and writes them).
+What the families differ in:
+
+    llama         the plain model; Llama 3 stretches its long rotary wavelengths
+    qwen2         biases on queries, keys and values
+    qwen3         a norm on every query and key head
+    gemma3_text   the same, four norms a layer whose weights are offsets from 1, scaled embeddings, GELU, and
+                  five layers of six that see only a sliding window, with rotary wavelengths of their own
 
 Run `python model.py` to see cached, ragged decoding agree with the full forward.
 
@@ -16,54 +26,113 @@ Shapes: B rows, T tokens, S cached tokens, V vocabulary, D width, L layers, N qu
 size.
 """
 
-import json
+import copy
 import math
-import os
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import LlamaConfig, PreTrainedConfig
+
+FAMILIES = ("llama", "qwen2", "qwen3", "gemma3_text")
+ROPES = ("default", "linear", "llama3")
+FULL, SLIDING = "full_attention", "sliding_attention"        # the kinds of layer, as config.layer_types has them
 
 
-@dataclass(frozen=True)
-class ModelConfig:
-    """Sizes of a model, under the names that Hugging Face uses in `config.json`."""
-    vocab_size: int                        # V
-    hidden_size: int = 64                  # D
-    intermediate_size: int = 192           # width of the feed-forward
-    num_hidden_layers: int = 2             # L
-    num_attention_heads: int = 4           # N
-    num_key_value_heads: int = 2           # K, divides N
-    head_dim: int = 16                     # E, even
-    max_position_embeddings: int = 512     # longest dialogue, in tokens
-    rope_theta: float = 10_000.0           # base of the rotary wavelengths
-    rms_norm_eps: float = 1e-5
-    tie_word_embeddings: bool = True       # one matrix for embedding and head
+def autocast(device: torch.device, precision: str) -> torch.autocast:
+    """Return the context in which matrices multiply in bf16 if `precision` says so; weights stay in fp32.
+
+    Weights are cast once a context, so it must not span an optimiser step.
+    """
+    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
+
+
+def tiny_config(vocab_size: int, **sizes) -> LlamaConfig:
+    """Return the configuration of the embedded model, 0.1 M parameters; `sizes` replace its own."""
+    return LlamaConfig(**{"vocab_size": vocab_size,                # V
+                          "hidden_size": 64,                       # D
+                          "intermediate_size": 192,                # width of the feed-forward
+                          "num_hidden_layers": 2,                  # L
+                          "num_attention_heads": 4,                # N
+                          "num_key_value_heads": 2,                # K, divides N
+                          "head_dim": 16,                          # E, even
+                          "max_position_embeddings": 512,          # longest dialogue, in tokens
+                          "rms_norm_eps": 1e-5,
+                          "tie_word_embeddings": True,             # one matrix for embedding and head
+                          "bos_token_id": None, "eos_token_id": None} | sizes)
+
+
+def check_config(config: PreTrainedConfig) -> None:
+    """Refuse what this file does not compute.
+
+    Raises: ValueError naming the architecture or the option.
+    """
+    if config.model_type not in FAMILIES:
+        raise ValueError(f"{config.model_type} models are not supported, only {', '.join(FAMILIES)}")
+    gemma = config.model_type == "gemma3_text"
+    activation = config.hidden_activation if gemma else config.hidden_act
+    ropes = [rope_parameters(config, kind) for kind in set(layer_types(config))]
+    unsupported = {
+        f"the activation {activation}": activation != ("gelu_pytorch_tanh" if gemma else "silu"),
+        **{f"{rope.get('rope_type')} rotary scaling": rope.get("rope_type") not in ROPES for rope in ropes},
+        "partial_rotary_factor": any(rope.get("partial_rotary_factor", 1) != 1 for rope in ropes),
+        **{name: getattr(config, name, None) for name in
+           ("mlp_bias", "attn_logit_softcapping", "use_bidirectional_attention", "quantization_config")},
+        f"layer types other than {FULL} and {SLIDING}": set(layer_types(config)) - {FULL, SLIDING}}
+    for name, found in unsupported.items():
+        if found:
+            raise ValueError(f"{config.model_type} with {name} is not supported")
+    D, N, K, E = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, head_size(config)
+    if min(D, N, K, E, config.vocab_size, config.num_hidden_layers, config.intermediate_size) < 1 or N % K or E % 2:
+        raise ValueError(f"sizes that fit no model: width {D}, {N} query heads, {K} key heads, head size {E}")
+
+
+def head_size(config: PreTrainedConfig) -> int:
+    """Return E."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def layer_types(config: PreTrainedConfig) -> list[str]:
+    """Return the kind of every layer."""
+    return getattr(config, "layer_types", None) or [FULL] * config.num_hidden_layers
+
+
+def rope_parameters(config: PreTrainedConfig, kind: str) -> dict:
+    """Return the rotary options of a kind of layer; only Gemma's kinds differ."""
+    return config.rope_parameters.get(kind, config.rope_parameters)
 
 
 class KVCache:
-    """Keys and values of B dialogues, each with its own length.
+    """Keys and values of B dialogues, each with its own length; the capacity grows when it has to.
 
-    One slot beyond `capacity` takes the writes of padding, so that they never meet a real token.
+    One slot beyond the capacity takes the writes of padding, so that they never meet a real token.
 
-    Shapes: keys and values (L, B, K, capacity + 1, E); lengths (B,).
+    Shapes: keys and values of a layer (B, K, capacity + 1, E); lengths (B,).
     """
 
-    def __init__(self, config: ModelConfig, batch: int, capacity: int, device=None, dtype=None):
-        shape = (config.num_hidden_layers, batch, config.num_key_value_heads, capacity + 1, config.head_dim)
-        self.keys = torch.zeros(shape, device=device, dtype=dtype)
-        self.values = torch.zeros(shape, device=device, dtype=dtype)
+    def __init__(self, config: PreTrainedConfig, batch: int, device=None, dtype=None):
+        empty = torch.zeros(batch, config.num_key_value_heads, 1, head_size(config), device=device, dtype=dtype)
+        self.keys = [empty] * config.num_hidden_layers
+        self.values = [empty] * config.num_hidden_layers
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
-        self.capacity = capacity
         self.longest = 0                   # no row is longer: attention reads no further
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that a row can hold before the cache must grow."""
+        return self.keys[0].shape[2] - 1
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for so many tokens a row, at least doubling what there is."""
+        if tokens > self.capacity:
+            more = max(tokens, 2 * self.capacity) - self.capacity
+            for tensors in (self.keys, self.values):
+                for layer, old in enumerate(tensors):
+                    tensors[layer] = F.pad(old, (0, 0, 0, more))
 
     def keep(self, rows: Tensor) -> None:
         """Drop every dialogue but `rows`."""
-        self.keys, self.values = self.keys[:, rows], self.values[:, rows]
+        self.keys, self.values = [k[rows] for k in self.keys], [v[rows] for v in self.values]
         self.lengths = self.lengths[rows]
         self.longest = int(self.lengths.max()) if len(self.lengths) else 0
 
@@ -72,27 +141,44 @@ class KVCache:
         rows = torch.arange(len(slots), device=slots.device)[:, None]
         self.keys[layer][rows, :, slots] = k.transpose(1, 2)
         self.values[layer][rows, :, slots] = v.transpose(1, 2)
-        return self.keys[layer, :, :, :self.longest], self.values[layer, :, :, :self.longest]
+        return self.keys[layer][:, :, :self.longest], self.values[layer][:, :, :self.longest]
 
 
 class RMSNorm(nn.Module):
-    """Scale each vector to unit root mean square, then by a learned weight."""
+    """Scale each vector to unit root mean square, then by a learned weight; Gemma learns its offset from 1."""
 
-    def __init__(self, width: int, eps: float):
+    def __init__(self, width: int, config: PreTrainedConfig):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
+        self.gemma = config.model_type == "gemma3_text"
+        self.weight = nn.Parameter(torch.zeros(width) if self.gemma else torch.ones(width))
+        self.eps = config.rms_norm_eps
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.gemma:                                         # 1 + a small weight in bf16 would lose the weight
+            return F.rms_norm(x.float(), self.weight.shape, 1 + self.weight.float(), self.eps).to(x.dtype)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
-def rotary(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of every position's angles, (B, 1, T, E) each. Source: RoFormer, arXiv 2104.09864,
-    eq. 34.
+def frequencies(config: PreTrainedConfig, kind: str, device) -> Tensor:
+    """Return the angle (E / 2,) that a position adds to each rotary pair, in a kind of layer.
+
+    Source: RoFormer, arXiv 2104.09864, section 3.2.2; Llama 3 divides the slow ones by `factor` and keeps the
+    fast ones, with a ramp between (arXiv 2407.21783; the numbers are in its configuration).
     """
-    frequency = theta ** (-torch.arange(0, head_dim, 2, device=positions.device,
-                                        dtype=torch.float32) / head_dim)
+    rope, E = rope_parameters(config, kind), head_size(config)
+    frequency = rope["rope_theta"] ** (-torch.arange(0, E, 2, device=device, dtype=torch.float32) / E)
+    if rope["rope_type"] == "linear":
+        return frequency / rope["factor"]
+    if rope["rope_type"] == "llama3":
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        turns = rope["original_max_position_embeddings"] * frequency / (2 * math.pi)   # over the old context
+        fast = ((turns - low) / (high - low)).clamp(0, 1)
+        return frequency * (fast + (1 - fast) / rope["factor"])
+    return frequency
+
+
+def rotary(positions: Tensor, frequency: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of every position's angles, (B, 1, T, E) each. Source: RoFormer, eq. 34."""
     angle = positions[:, None, :, None].float() * torch.cat([frequency, frequency])
     return angle.cos(), angle.sin()
 
@@ -106,121 +192,160 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Causal grouped-query attention, with or without a cache. Source: GQA, arXiv 2305.13245."""
 
-    def __init__(self, config: ModelConfig, layer: int):
+    def __init__(self, config: PreTrainedConfig, layer: int):
         super().__init__()
-        D, E = config.hidden_size, config.head_dim
-        self.layer, self.head_dim = layer, E
-        self.q_proj = nn.Linear(D, config.num_attention_heads * E, bias=False)
-        self.k_proj = nn.Linear(D, config.num_key_value_heads * E, bias=False)
-        self.v_proj = nn.Linear(D, config.num_key_value_heads * E, bias=False)
-        self.o_proj = nn.Linear(config.num_attention_heads * E, D, bias=False)
+        D, E, self.layer, family = config.hidden_size, head_size(config), layer, config.model_type
+        bias = family == "qwen2" or getattr(config, "attention_bias", False)
+        self.q_proj = nn.Linear(D, config.num_attention_heads * E, bias=bias)
+        self.k_proj = nn.Linear(D, config.num_key_value_heads * E, bias=bias)
+        self.v_proj = nn.Linear(D, config.num_key_value_heads * E, bias=bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * E, D, bias=bias and family != "qwen2")
+        normed = family in ("qwen3", "gemma3_text")
+        self.q_norm, self.k_norm = (RMSNorm(E, config) if normed else nn.Identity() for _ in range(2))
+        self.head_size = E
+        self.scale = config.query_pre_attn_scalar ** -0.5 if family == "gemma3_text" else E ** -0.5
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None, slots, mask) -> Tensor:
+    def forward(self, x: Tensor, rope: tuple, mask: Tensor | None, cache: KVCache | None, slots) -> Tensor:
         B, T, _ = x.shape
-        q, k, v = (proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)           # (B, N or K, T, E)
+        q, k, v = (proj(x).view(B, T, -1, self.head_size).transpose(1, 2)           # (B, N or K, T, E)
                    for proj in (self.q_proj, self.k_proj, self.v_proj))
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        q, k = rotate(self.q_norm(q), *rope), rotate(self.k_norm(k), *rope)
         if cache is not None:
             k, v = cache.write(self.layer, k, v, slots)                            # (B, K, S, E)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None,
+                                             scale=self.scale, enable_gqa=True)
         return self.o_proj(out.transpose(1, 2).reshape(B, T, -1))
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x)). Source: arXiv 2002.05202."""
+    """A gated feed-forward, down(act(gate(x)) * up(x)). Source: arXiv 2002.05202."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: PreTrainedConfig):
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.act = nn.GELU(approximate="tanh") if config.model_type == "gemma3_text" else nn.SiLU()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Block(nn.Module):
-    """One layer: attention, then feed-forward, each behind a norm and added to the stream."""
+    """One layer: attention, then feed-forward, each behind a norm and added to the stream. Gemma also norms
+    what is added, and calls the four norms by other names.
+    """
 
-    def __init__(self, config: ModelConfig, layer: int):
+    def __init__(self, config: PreTrainedConfig, layer: int):
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        D, self.gemma = config.hidden_size, config.model_type == "gemma3_text"
+        self.input_layernorm = RMSNorm(D, config)
         self.self_attn = Attention(config, layer)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(D, config)
+        if self.gemma:
+            self.pre_feedforward_layernorm = RMSNorm(D, config)
+            self.post_feedforward_layernorm = RMSNorm(D, config)
         self.mlp = FeedForward(config)
 
     def forward(self, x: Tensor, *attention_inputs) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), *attention_inputs)
+        attended = self.self_attn(self.input_layernorm(x), *attention_inputs)
+        if self.gemma:
+            x = x + self.post_attention_layernorm(attended)
+            return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+        x = x + attended
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Decoder(nn.Module):
     """Embedding, layers and final norm: what Hugging Face keeps under the prefix `model.`"""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: PreTrainedConfig):
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config)
 
 
 class Transformer(nn.Module):
-    """A decoder-only language model."""
+    """A decoder-only language model; without a seed its weights are still to be loaded."""
 
-    def __init__(self, config: ModelConfig, seed: int = 0):
+    def __init__(self, config: PreTrainedConfig, seed: int | None = 0):
         super().__init__()
+        check_config(config)
         self.config = config
         self.model = Decoder(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        generator = torch.Generator().manual_seed(seed)
+        if seed is not None:
+            self.initialise(torch.Generator().manual_seed(seed))
+        self.tie()
+
+    def initialise(self, generator: torch.Generator) -> None:
+        """Draw every matrix from a normal distribution that keeps the size of its inputs."""
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
                 # these add to the stream: start smaller
                 deep = name.endswith(("o_proj.weight", "down_proj.weight"))
-                std = parameter.shape[1] ** -0.5 / (config.num_hidden_layers ** 0.5 if deep else 1)
+                std = parameter.shape[1] ** -0.5 / (self.config.num_hidden_layers ** 0.5 if deep else 1)
                 nn.init.normal_(parameter, std=std, generator=generator)
-        if config.tie_word_embeddings:
+
+    def tie(self) -> None:
+        """Let embedding and head share one matrix where the configuration says so."""
+        if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
     @property
     def device(self) -> torch.device:
         return self.lm_head.weight.device
 
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """What keys and values come in: autocast's type where it is on, else that of the weights."""
+        kind = self.device.type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.lm_head.weight.dtype
+
     def forward(self, tokens: Tensor, cache: KVCache | None = None, counts: Tensor | None = None) -> Tensor:
         """Return the hidden states (B, T, D) of `tokens` (B, T), right padded.
 
         With a cache, `counts` (B,) says how many tokens of each row are real; they follow what the row holds
         already. Hidden states of padding are meaningless.
-
-        Raises: ValueError if the tokens do not fit into the cache.
         """
         B, T = tokens.shape
-        offsets = torch.arange(T, device=tokens.device)
-        if cache is None:
-            positions, slots, mask = offsets.expand(B, T), None, None
-        else:
-            if cache.longest + T > cache.capacity:             # padding may not fit, real tokens must
-                cache.longest = int((cache.lengths + counts).max())
-                if cache.longest > cache.capacity:
-                    raise ValueError(f"{cache.longest} tokens do not fit into a cache of {cache.capacity}")
-            else:
-                cache.longest += T
-            positions = cache.lengths[:, None] + offsets                                         # (B, T)
-            # padding: the spare slot
-            slots = torch.where(offsets < counts[:, None], positions, cache.capacity)
-            mask = torch.arange(cache.longest, device=tokens.device) <= positions[..., None]   # (B, T, S)
-            mask = mask[:, None]                                                               # (B, 1, T, S)
-        cos, sin = rotary(positions, self.config.head_dim, self.config.rope_theta)
+        offsets, slots, S = torch.arange(T, device=tokens.device), None, T
+        positions = offsets.expand(B, T)
+        if cache is not None:
+            cache.longest = S = cache.longest + T
+            cache.reserve(S)
+            positions = cache.lengths[:, None] + offsets
+            slots = torch.where(offsets < counts[:, None], positions, cache.capacity)     # padding: the spare slot
         x = self.model.embed_tokens(tokens)
-        for layer in self.model.layers:
-            x = layer(x, cos.to(x.dtype), sin.to(x.dtype), cache, slots, mask)
+        if self.config.model_type == "gemma3_text":
+            x = x * torch.tensor(self.config.hidden_size ** 0.5, dtype=x.dtype, device=x.device)
+        kinds = layer_types(self.config)
+        ropes, masks = {}, {}
+        for kind in set(kinds):
+            cos, sin = rotary(positions, frequencies(self.config, kind, tokens.device))
+            ropes[kind] = cos.to(x.dtype), sin.to(x.dtype)
+            masks[kind] = self.attention_mask(positions, S, kind, cached=cache is not None)
+        for layer, kind in zip(self.model.layers, kinds):
+            x = layer(x, ropes[kind], masks[kind], cache, slots)
         if cache is not None:
             cache.lengths = cache.lengths + counts
         return self.model.norm(x)
 
+    def attention_mask(self, positions: Tensor, S: int, kind: str, cached: bool) -> Tensor | None:
+        """Return what each position (B, T) sees of the first S, (B, 1, T, S); None for plain causal attention."""
+        window = self.config.sliding_window if kind == SLIDING else S
+        if not cached and window >= S:
+            return None
+        distance = positions[..., None] - torch.arange(S, device=positions.device)
+        return ((distance >= 0) & (distance < window))[:, None]
+
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the scores (..., V) of the token that follows."""
-        return self.lm_head(hidden)
+        """Return the scores (..., V) of the token that follows, in fp32 at least."""
+        scores = self.lm_head(hidden)
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        cap = getattr(self.config, "final_logit_softcapping", None)
+        return cap * torch.tanh(scores / cap) if cap else scores
 
 
 def token_logprobs(model: Transformer, tokens: Tensor, mask: Tensor, temperature: float = 1.0) -> Tensor:
@@ -240,94 +365,64 @@ def token_logprobs(model: Transformer, tokens: Tensor, mask: Tensor, temperature
     return torch.zeros(tokens.shape, device=tokens.device, dtype=chosen.dtype).masked_scatter(mask, chosen)
 
 
-def save_model(model: Transformer, folder: str) -> None:
-    """Write config.json and model.safetensors as transformers' LlamaForCausalLM reads them."""
-    os.makedirs(folder, exist_ok=True)
-    config = asdict(model.config)
-    config |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
-               "torch_dtype": "float32",
-               "rope_parameters": {"rope_type": "default", "rope_theta": model.config.rope_theta}}
-    with open(os.path.join(folder, "config.json"), "w", encoding="utf-8") as file:
-        json.dump(config, file, indent=1)
-    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    if model.config.tie_word_embeddings:
-        del weights["lm_head.weight"]
-    save_file(weights, os.path.join(folder, "model.safetensors"), metadata={"format": "pt"})
+# Adapters ---------------------------------------------------------------------------------------------------
 
+class Adapter(nn.Module):
+    """A frozen linear layer and a trainable correction of low rank to it. Source: LoRA, arXiv 2106.09685, eq. 3
+    with alpha = 2 rank.
 
-def load_model(folder: str, device: str = "cpu") -> Transformer:
-    """Read a model that `save_model` wrote.
-
-    Raises: ValueError if the folder holds no such model.
+    The correction starts at zero: `expand` is zero, `reduce` is not.
     """
-    try:
-        with open(os.path.join(folder, "config.json"), encoding="utf-8") as file:
-            config = json.load(file)
-    except FileNotFoundError:
-        raise ValueError(f"{folder} is not a model: it has no config.json") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{folder}/config.json cannot be read: {error}") from None
-    if not isinstance(config, dict) or config.get("model_type") != "llama":
-        raise ValueError(f"{folder}/config.json is not the configuration of a llama model")
-    kinds = {field.name: field.type for field in fields(ModelConfig)}
-    given = {name: config[name] for name in kinds if name in config}
-    for name, value in given.items():
-        number = float(value) if isinstance(value, (int, float)) else math.nan
-        if not (isinstance(value, bool) if kinds[name] is bool else 0 < number < 1e12
-                and kinds[name](number) == number):
-            raise ValueError(f"{folder}/config.json: {name} cannot be {value!r}")
-    try:
-        model = Transformer(ModelConfig(**{name: kinds[name](value) for name, value in given.items()}))
-        weights = load_file(os.path.join(folder, "model.safetensors"))
-        if model.config.tie_word_embeddings:
-            weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
-        model.load_state_dict(weights)
-    except Exception as error:
-        raise ValueError(f"{folder} is not a model that loads: {' '.join(str(error).split())[:99]}") from None
-    return model.to(device)
+    SCALE = 2.0                                                                          # alpha / rank
+
+    def __init__(self, base: nn.Linear, rank: int, generator: torch.Generator):
+        super().__init__()
+        reduce = torch.randn(rank, base.in_features, generator=generator) / base.in_features ** 0.5
+        self.base = base
+        self.reduce = nn.Parameter(reduce.to(base.weight.device))                        # (rank, in), fp32
+        self.expand = nn.Parameter(torch.zeros(base.out_features, rank, device=base.weight.device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        correction = F.linear(F.linear(x, self.reduce.to(x.dtype)), self.expand.to(x.dtype))
+        return self.base(x) + self.SCALE * correction
+
+    @torch.no_grad()
+    def merged(self) -> Tensor:
+        """Return the weight of the one linear layer that computes the same."""
+        return (self.base.weight + self.SCALE * self.expand @ self.reduce).to(self.base.weight.dtype)
 
 
-def save_checkpoint(path: Path, step: int, model: Transformer, optimiser: torch.optim.Optimizer) -> None:
-    """Write weights and optimiser state; every random draw is keyed by the step, so nothing else is
-    needed.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    tensors = {}
-    for i, parameter in enumerate(model.parameters()):
-        tensors |= {f"{i}.{name}": value.detach().cpu().contiguous() for name,
-                    value in optimiser.state[parameter].items()}
-        tensors[f"{i}.weight"] = parameter.detach().cpu().contiguous()
-    save_file(tensors, str(path) + ".partial", metadata={"step": str(step)})
-    os.replace(str(path) + ".partial", path)
+def add_adapters(model: Transformer, rank: int, seed: int) -> None:
+    """Freeze a model and put an adapter around every linear layer of its blocks."""
+    model.requires_grad_(False)
+    generator = torch.Generator().manual_seed(seed)
+    for module in list(model.model.layers.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.Linear):
+                setattr(module, name, Adapter(child, rank, generator))
 
 
-@torch.no_grad()
-def load_checkpoint(path: Path, model: Transformer, optimiser: torch.optim.Optimizer) -> int:
-    """Read what `save_checkpoint` wrote into model and optimiser and return its step; 0 if there is none.
+def trainable(model: Transformer) -> list[nn.Parameter]:
+    """Return what an optimiser may change: everything, or the adapters."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
-    Raises: ValueError if the file is not one that `save_checkpoint` wrote for such a model.
-    """
-    if not path.exists():
-        return 0
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
-            step = int(file.metadata()["step"])
-        for i, parameter in enumerate(model.parameters()):
-            parameter.copy_(tensors[f"{i}.weight"])
-            moments = {name: tensors[f"{i}.{name}"].to(parameter.device)
-                       for name in ("exp_avg", "exp_avg_sq")}
-            optimiser.state[parameter] = {"step": tensors[f"{i}.step"], **moments}
-    except (OSError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ValueError(f"{path} is not a checkpoint of this model: {error}") from None
-    return step
+
+def reference_of(policy: Transformer) -> Transformer:
+    """Return a policy as it is before training: a copy that shares frozen weights, with its adapters off."""
+    shared = {id(parameter): parameter for parameter in policy.parameters() if not parameter.requires_grad}
+    reference = copy.deepcopy(policy, shared).requires_grad_(False)
+    for module in list(reference.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, Adapter):
+                setattr(module, name, child.base)
+    return reference
 
 
 def main() -> None:
     """Feed two rows of unequal length in ragged pieces and compare with the full forward."""
-    model = Transformer(ModelConfig(vocab_size=100)).double()
+    model = Transformer(tiny_config(vocab_size=100)).double()
     tokens = torch.randint(100, (2, 12), generator=torch.Generator().manual_seed(0))
-    cache = KVCache(model.config, batch=2, capacity=12, dtype=torch.float64)
+    cache = KVCache(model.config, batch=2, dtype=torch.float64)
     model(tokens[:, :6], cache, torch.tensor([6, 3]))               # row 1 has 3 real tokens and 3 of padding
     rest = torch.stack([tokens[0, 6:9], tokens[1, 3:6]])
     cached = model.logits(model(rest, cache, torch.tensor([3, 3])))

@@ -23,15 +23,22 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from chat import Chat, load_chat
+from chat import Chat
+from endpoint import EndpointError, EndpointUser, is_endpoint
+from grader import GradingError
 from logs import print_messages, write_logs
-from model import Transformer, load_model
+from model import Transformer
 from sampling import Engine, draw_key
-from simulator import KeyboardUser, ModelUser, ScriptedUser, human
+from simulator import NAIVE_USER, KeyboardUser, ModelUser, ScriptedUser, human
 from tasks import Problem, generate_problems, marked_answer, read_problems, reward
+from weights import load_speaker
 
 HORIZON = 5                    # assistant turns a dialogue may have: three questions, an answer, one to spare
 MAX_NEW_TOKENS = 48             # tokens a reply may have
+# what a policy that was not fine-tuned is told
+ASSISTANT = """You help a user with a word problem. Only the user knows the facts: ask for what is missing, one \
+short question at a time. When you know enough, show the sum and finish with #### and the number, for example: \
+3 + 4 = 7. #### 7"""
 
 
 @dataclass
@@ -42,8 +49,8 @@ class Trajectory:
     action_mask: list[int]      # (T,) 1 where the policy sampled the token, end-of-turn included
     logprobs: list[float]       # (T,) log-probability of every action when it was sampled, else 0
     messages: list[dict]        # the same dialogue as text
-    reward: float               # of the finished dialogue
-    ended: str                  # answer, left, horizon or truncated (a context was full)
+    reward: float               # of the finished dialogue; NaN if it failed
+    ended: str                  # answer, left, horizon, truncated (a context was full) or failed (a server was)
     turns: int                  # assistant messages sampled
     cut: int                    # replies that the length limit cut
 
@@ -97,10 +104,19 @@ def rollout(policy: Transformer, chat: Chat, user, problems: list[Problem], keys
             if ended[row] is None:
                 engine.feed(row, chat.extend(engine.tokens[row][-1], dialogues[row][-1]["content"]))
 
-    rewards = [reward(problem, dialogue[-1]["content"]) if end == "answer" else 0.0
-               for problem, dialogue, end in zip(problems, dialogues, ended)]
+    rewards = [graded(*dialogue) for dialogue in zip(problems, dialogues, ended)]
     return [Trajectory(problems[row], engine.tokens[row], engine.action_mask[row], engine.logprobs[row],
-                       dialogues[row], rewards[row], ended[row], turns[row], cut[row]) for row in range(B)]
+                       dialogues[row], *rewards[row], turns[row], cut[row]) for row in range(B)]
+
+
+def graded(problem: Problem, dialogue: list[dict], ended: str) -> tuple[float, str]:
+    """Return a dialogue's reward and how it ended; NaN and "failed" if a server or the grader failed it."""
+    if ended != "answer":
+        return (math.nan if ended == "failed" else 0.0), ended
+    try:
+        return reward(problem, dialogue[-1]["content"]), ended
+    except GradingError:
+        return math.nan, "failed"
 
 
 def pad(trajectories: list[Trajectory], device=None) -> tuple[Tensor, Tensor, Tensor]:
@@ -126,6 +142,12 @@ def evaluate(policy: Transformer, chat: Chat, user, problems: list[Problem], key
     return trajectories
 
 
+def solved(trajectories: list[Trajectory]) -> tuple[float, int]:
+    """Return how many dialogues were rewarded, of how many that did not fail."""
+    rewards = [t.reward for t in trajectories if t.ended != "failed"]
+    return sum(rewards), len(rewards)
+
+
 def wilson(successes: float, n: int) -> list[float]:
     """Return the 95 % interval of a share. Source: Wilson 1927."""
     p, z = successes / n, 1.96
@@ -134,9 +156,9 @@ def wilson(successes: float, n: int) -> list[float]:
 
 
 def append_samples(path: Path, method: str, step: int, trajectories: list[Trajectory]) -> None:
-    """Append dialogues to a JSONL file, a line each."""
+    """Append dialogues to a JSONL file, a line each; failed ones are left out."""
     with open(path, "a", encoding="utf-8") as file:
-        for t in trajectories:
+        for t in (t for t in trajectories if t.ended != "failed"):
             sample = {"method": method, "step": step, "problem": t.problem.question, "messages": t.messages,
                       "reward": t.reward, "ended": t.ended}
             file.write(json.dumps(sample, ensure_ascii=False) + "\n")
@@ -154,23 +176,45 @@ def fail(message: str) -> None:
     sys.exit(2)
 
 
-def main() -> None:
+def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Read dialogues, or talk to a policy.", allow_abbrev=False)
-    parser.add_argument("--policy", help="folder of a saved policy; without one, the logging assistant talks")
+    parser.add_argument("--policy", help="folder, GGUF file or hub id; without one, the logging assistant talks")
     parser.add_argument("--user", choices=("scripted", "naive", "calibrated", "me"), default="scripted",
                         help="who talks with the policy (default: scripted)")
-    parser.add_argument("--simulator", help="folder of the simulator for --user naive or calibrated "
-                                            "(default: that of the run of --policy)")
+    parser.add_argument("--simulator", help="the simulator for --user naive or calibrated, named like --policy, or "
+                                            "http://HOST:PORT/v1#MODEL (default: that of the run of --policy)")
     parser.add_argument("--problems", help="JSONL of problems (default: generated test problems)")
     parser.add_argument("--count", type=int, default=3, help="dialogues (default: 3)")
     parser.add_argument("--horizon", type=int, default=HORIZON,
                         help=f"assistant turns a dialogue may have (default: {HORIZON})")
+    parser.add_argument("--max-new-tokens", type=int, default=MAX_NEW_TOKENS,
+                        help=f"tokens a reply may have (default: {MAX_NEW_TOKENS})")
     parser.add_argument("--seed", type=int, default=0, help="of every random draw (default: 0)")
     parser.error = fail
     args = parser.parse_args()
+    if min(args.count, args.horizon, args.max_new_tokens) < 1:
+        fail("--count, --horizon and --max-new-tokens must be at least 1")
+    if args.user != "scripted" and not args.policy:
+        fail(f"--user {args.user} needs --policy")
+    return args
+
+
+def chosen_user(args: argparse.Namespace):
+    """Return who talks with the policy.
+
+    Raises: ValueError if it is a simulator that cannot be loaded.
+    """
+    if args.user in ("scripted", "me"):
+        return ScriptedUser() if args.user == "scripted" else KeyboardUser()
+    source = args.simulator or find_simulator(args.policy, args.user)
+    if is_endpoint(source):
+        return EndpointUser(source, NAIVE_USER, max_new_tokens=args.max_new_tokens)
+    return ModelUser(*load_speaker(source, NAIVE_USER), args.max_new_tokens)
+
+
+def main() -> None:
+    args = parse_args()
     try:
-        if args.count < 1 or args.horizon < 1:
-            raise ValueError("--count and --horizon must be at least 1")
         if args.problems:
             problems = read_problems(args.problems)[:args.count]
         else:
@@ -178,22 +222,17 @@ def main() -> None:
         if args.user == "me":
             problems = problems[:1]
         if not args.policy:
-            if args.user != "scripted":
-                raise ValueError(f"--user {args.user} needs --policy")
             for problem, log in zip(problems, write_logs(problems, human, args.seed)):
                 print(f"\n[{log['goal']}]  (answer {problem.answer})")
                 print_messages(log["messages"])
             return
-        policy, chat = load_model(args.policy), load_chat(args.policy)
-        if args.user in ("naive", "calibrated"):
-            folder = args.simulator or find_simulator(args.policy, args.user)
-            user = ModelUser(load_model(folder), load_chat(folder), MAX_NEW_TOKENS)
-        else:
-            user = KeyboardUser() if args.user == "me" else ScriptedUser()
-    except ValueError as error:
+        user, (policy, chat) = chosen_user(args), load_speaker(args.policy, ASSISTANT)
+        keys = [(args.seed, "show", 0, problem.id, 0) for problem in problems]
+        trajectories = rollout(policy, chat, user, problems, keys, horizon=args.horizon,
+                               max_new_tokens=args.max_new_tokens)
+    except (ValueError, EndpointError) as error:
         fail(str(error))
-    keys = [(args.seed, "show", 0, problem.id, 0) for problem in problems]
-    for t in rollout(policy, chat, user, problems, keys, horizon=args.horizon, max_new_tokens=MAX_NEW_TOKENS):
+    for t in trajectories:
         if args.user == "me":                          # all but a closing reply has been on the screen
             print_messages(t.messages[-1:] if t.ended in ("answer", "horizon") else [])
         else:

@@ -87,7 +87,7 @@ class Engine:
                  max_new_tokens: int):
         self.model, self.chat, self.max_new_tokens = model, chat, max_new_tokens
         self.room = model.config.max_position_embeddings                          # tokens a dialogue may hold
-        self.cache = KVCache(model.config, len(openings), self.room, model.device, model.lm_head.weight.dtype)
+        self.cache = KVCache(model.config, len(openings), model.device, model.compute_dtype)
         self.keys = torch.tensor(keys, dtype=torch.long, device=model.device)
         self.tokens = [list(ids) for ids in openings]                                    # a buffer a dialogue
         self.action_mask = [[0] * len(ids) for ids in openings]
@@ -124,7 +124,7 @@ class Engine:
         hidden = self.model(padded, self.cache, counts)
         return hidden[torch.arange(len(new), device=hidden.device), counts - 1]
 
-    @torch.inference_mode()
+    @torch.no_grad()                            # inference_mode would keep autocast from remembering cast weights
     def reply(self) -> list[list[int]]:
         """Sample a reply in every live dialogue, append it to its buffer and return its ids.
 

@@ -33,9 +33,47 @@ GREETINGS = ("Hello! Could you please help me?", "Hi!")
 ACCEPTANCES = ("Of course!", "Sure, thank you for asking.")
 THANKS = ("Thank you!", "Thank you so much!")
 LEAVE = "never mind, i'll do it myself"         # whoever says this ends the dialogue
+# a language model may write it like a sentence, or quote it
+SPELLED_LEAVE = re.compile("[\"“*]{0,3}" + LEAVE.replace("'", "['’]"), re.IGNORECASE)
 Distribution = list[tuple[str, float]]
 # of two whole numbers
 SUM = re.compile(r"(?<![\d.,+*/-])(?<![-+*/] )(\d{1,12}) ?([-+*]) ?(\d{1,12}) ?= ?(\d{1,24})(?![.,]?\d)")
+
+
+# What a language model that was not fine-tuned is told; the hidden goal follows.
+NAIVE_USER = f"""\
+You are a user who wants help from an AI assistant with a problem. The assistant cannot see the problem,
+so tell it what it needs to know. The problem comes first; all messages after it are the assistant's. Reply as
+the user, with nothing but the user's next message. If you want to end the conversation, write exactly: {LEAVE}
+
+The problem:"""
+
+HUMAN_USER = f"""\
+You play a person who is stuck on a problem and types to an AI assistant for help. The assistant cannot see
+the problem; it knows only what the person types. The problem comes first; all messages after it are the assistant's.
+Answer each with the person's next message and nothing else: no name in front, no quotation marks, no notes.
+
+How the person writes:
+- The first message is short and vague. It says what they want to know and hardly anything else.
+- Later messages are short as well. One in three has three words or fewer: a bare number, "yes", "ok", "and?".
+- Lower case, careless punctuation. They hardly ever thank anyone, and they never praise or apologise.
+
+What the person tells:
+- One fact at a time, and only the fact that the assistant asked for. They never copy out the problem.
+- If a question is vague or asks for everything, they ask what exactly is needed, or give a single fact.
+- They know nothing but what the problem says. Asked for more, they say that they don't know.
+- They do not know the answer and do not do the sums: no calculating, no guessing. That is what they came for.
+
+How the person reacts:
+- If the assistant repeats a fact wrongly or says what is plainly false, they object at once. They never agree
+  just to be polite.
+- If the assistant asks for something that it was told already, they get annoyed: "i already told you".
+- If that goes on, or the assistant is getting nowhere, they give up, though not in the first few messages.
+  They then write exactly: {LEAVE}
+
+Never speak as the assistant: do not offer help, do not explain, do not solve the problem.
+
+The problem:"""
 
 
 # What a dialogue has brought so far -------------------------------------------------------------------------
@@ -200,8 +238,8 @@ def overhelpful(problem: Problem, dialogue: list[dict]) -> Distribution:
 
 def split_leave(text: str) -> tuple[str, str | None]:
     """Separate the leaving phrase from what was said before it."""
-    before, phrase, _ = text.partition(LEAVE)
-    return before.strip(), "left" if phrase else None
+    before, *after = SPELLED_LEAVE.split(text, maxsplit=1)
+    return before.strip(), "left" if after else None
 
 
 def goal_prompt(goal: str | None) -> str:

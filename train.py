@@ -14,6 +14,9 @@ reward, optimiser, steps, group sizes and random draws are the same.
 
 A run writes into --out: config.json, metrics.csv, sft.csv, samples.jsonl, result.json, curves.png, the
 policies in Hugging Face format (policy/ of the method, NAME/policy/ of the others) and both simulators.
+
+With --policy and --simulator the same lines train real language models; --preset gpu and --preset paper name
+some. Presets are sets of defaults: a flag beats a preset, a preset beats a default.
 """
 
 import argparse
@@ -24,33 +27,46 @@ import math
 import os
 import random
 import resource
-import shutil
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
-from align_sim import (CALIBRATION_STEPS, SFT_BATCH, SFT_LR, SFT_STEPS, calibrate, naive_simulator,
-                       print_report_card, report_card, sft)
-from chat import Chat, load_chat, save_chat, tiny_chat
-from grpo import advantages, update
-from logs import logged_contexts, read_logs, split_logs, told_at_once, write_logs, write_probes
-from model import ModelConfig, Transformer, load_checkpoint, load_model, save_checkpoint, save_model
+from align_sim import (CALIBRATION_STEPS, OWN_BATCH, OWN_LR, OWN_STEPS, SFT_BATCH, SFT_LR, SFT_STEPS,
+                       print_report_card, report_card)
+from chat import Chat, is_embedded
+from data import Data, load_data
+from endpoint import EndpointError, EndpointUser, is_endpoint
+from grpo import advantages, agree, update
+from logs import logged_contexts
+from model import Transformer, add_adapters, autocast, reference_of, trainable
 from plot import ASSETS, METHODS, draw_curves, print_table, read_csv
-from rollout import HORIZON, MAX_NEW_TOKENS, Trajectory, append_samples, evaluate, pad, rollout, wilson
+from rollout import ASSISTANT, HORIZON, MAX_NEW_TOKENS, Trajectory, append_samples, evaluate, pad, rollout, solved, wilson
 from sampling import draw_key
-from simulator import ModelUser, ScriptedUser, human
-from tasks import Problem, generate_problems, read_problems
+from tasks import Problem
+from simulator import HUMAN_USER, NAIVE_USER, ModelUser, ScriptedUser, human
+from speakers import calibrated_speaker, frozen_dtype, kept, naive_speaker, warm_start
+from weights import Speaker, load_checkpoint, load_config, load_speaker, save_checkpoint, save_speaker
 
 METRICS = ("method", "step", "reward", "human_score", "turns", "kl", "ratio_max", "clip_frac",
            "frac_zero_std", "grad_norm", "tokens", "seconds", "truncated", "failed")
 LOG_LINE = ("{method:10s} {step:4d}/{steps}  reward {reward:.3f}  human {score}  turns {turns:.2f}  "
             "kl {kl:6.3f}  ratio {ratio_max:5.2f}  clip {clip_frac:.3f}  same {frac_zero_std:.2f}  "
             "grad {grad_norm:5.2f}  tokens {tokens:6d}  {seconds:5.2f} s")
+
+
+OWN = {"warm_start": False, "sft_steps": OWN_STEPS, "sft_batch": OWN_BATCH, "sft_lr": OWN_LR,
+       "calibration_steps": OWN_STEPS, "train_problems": 1000, "prompts": 8, "lr": 1e-6, "steps": 100, "micro_batch": 4,
+       "max_new_tokens": 256, "eval_every": 10, "eval_problems": 64, "test_problems": 200}
+PRESETS = {"tiny": {},
+           "own": OWN,                                                # any model that is named by --policy
+           "gpu": OWN | {"device": "cuda", "policy": "Qwen/Qwen2.5-0.5B-Instruct",
+                         "simulator": "Qwen/Qwen2.5-1.5B-Instruct", "simulator_lora_rank": 32},
+           "paper": OWN | {"device": "cuda", "policy": "google/gemma-3-4b-it", "lora_rank": 32, "lr": 1e-5,
+                           "simulator": "Qwen/Qwen2.5-7B-Instruct", "simulator_lora_rank": 32}}
 
 
 def option(default, help: str, choices=None, minimum=None):
@@ -63,16 +79,22 @@ class Config:
     """Everything that can be set, each a flag of the same name."""
     task: str = option("math", "what the dialogues are about", choices=("math",))
     method: str = option("calibrated", "which method to train, or all", choices=(*METHODS, "all"))
-    preset: str = option("tiny", "a set of defaults", choices=("tiny",))
-    policy: str = option("", "folder of the policy to start from (default: warm-start a tiny one)")
-    simulator: str = option("", "folder of the naive simulator (default: train a tiny one)")
-    problems: str = option("", "JSONL of problems in GSM8K's shape (default: generated ones)")
+    preset: str = option("", "a set of defaults: tiny; own, for models of your own (the default with --policy); "
+                             "gpu, 24 GB; paper, 80 GB", choices=("", *PRESETS))
+    policy: str = option("", "policy to start from: folder, GGUF file or hub id (default: warm-start a tiny one)")
+    simulator: str = option("", "naive simulator: the same, or http://HOST:PORT/v1#MODEL (default: the --policy, "
+                                "prompted, or a tiny one)")
+    human: str = option("scripted", "who tests: scripted, or http://HOST:PORT/v1#MODEL for a prompted model")
+    problems: str = option("", "JSONL of problems in GSM8K's or MATH's shape, or hf:openai/gsm8k (default: generated)")
+    facts: int = option(3, "facts a generated problem has, 2 or 3", choices=(2, 3))
     human_logs: str = option("", "JSONL of human dialogues to calibrate on (default: the scripted human's)")
-    evaluate: str = option("", "score the policy in this folder against the human, train nothing")
+    evaluate: str = option("", "score this policy against the human, train nothing")
     out: str = option("out", "folder of the run; must not exist, unless --resume")
     resume: bool = option(False, "continue the run in --out")
     seed: int = option(0, "of every random draw", minimum=0)
     device: str = option("cpu", "where the models live", choices=("cpu", "cuda", "mps"))
+    precision: str = option("", "bf16 multiplies matrices in bf16, policy weights stay in fp32 (default: fp32; bf16 "
+                                "for other presets than tiny on cuda)", choices=("", "fp32", "bf16"))
     horizon: int = option(HORIZON, "assistant turns a dialogue may have, H", minimum=1)
     group_size: int = option(8, "dialogues a problem, G", minimum=2)
     prompts: int = option(32, "problems a step, P", minimum=1)
@@ -81,11 +103,15 @@ class Config:
                               minimum=1)
     lr: float = option(1e-3, "learning rate of GRPO", minimum=0)
     clip_eps: float = option(0.2, "ratios beyond 1 - eps and 1 + eps are clipped", minimum=0)
-    kl_coef: float = option(0.0, "weight of the KL to the warm-started policy", minimum=0)
+    kl_coef: float = option(0.0, "weight of the KL to the policy before training", minimum=0)
+    lora_rank: int = option(0, "rank of the policy's adapters; 0 trains all weights", minimum=0)
+    simulator_lora_rank: int = option(0, "rank of the simulator's adapters in calibration; 0 trains all", minimum=0)
     micro_batch: int = option(64, "dialogues a forward and backward pass: lower it if memory runs out",
                               minimum=1)
     max_new_tokens: int = option(MAX_NEW_TOKENS, "tokens a reply may have", minimum=1)
-    sft_steps: int = option(SFT_STEPS, "warm-start steps of the policy; the naive simulator takes half",
+    max_failed: float = option(0.2, "share of a step's dialogues that servers and grader may fail", minimum=0)
+    warm_start: bool = option(False, "fine-tune a given --policy on the logs first, as the tiny one is")
+    sft_steps: int = option(SFT_STEPS, "warm-start steps of the policy; the tiny naive simulator takes half",
                             minimum=1)
     calibration_steps: int = option(CALIBRATION_STEPS, "fine-tuning steps of the simulator on human logs",
                                     minimum=1)
@@ -95,18 +121,6 @@ class Config:
     eval_every: int = option(5, "steps between evaluations against the human", minimum=1)
     eval_problems: int = option(200, "validation problems of such an evaluation", minimum=1)
     test_problems: int = option(1000, "problems of the final evaluation", minimum=1)
-
-
-@dataclass(frozen=True)
-class Data:
-    """Problems of the three splits, and human dialogues about the first two."""
-    train: list[Problem]
-    validation: list[Problem]
-    test: list[Problem]
-    logs: list[dict]            # what people said; to calibrate on, and static contexts
-    held_out: list[dict]        # for the report card
-    probes: list[dict]          # planted mistakes, for its sycophancy line; none without the scripted human
-    scripted: bool              # whether the scripted human wrote the logs
 
 
 # Files ------------------------------------------------------------------------------------------------------
@@ -173,45 +187,22 @@ def parse_config(argv: list[str] | None = None) -> Config:
     for f in fields(Config):
         flag, meta = "--" + f.name.replace("_", "-"), f.metadata
         if f.type is bool:
-            parser.add_argument(flag, action="store_true", help=meta["help"])
+            parser.add_argument(flag, action="store_true", default=argparse.SUPPRESS, help=meta["help"])
         else:
             shown = meta["help"] + (f" (default: {f.default})" if f.default != "" else "")
-            parser.add_argument(flag, type=f.type, default=f.default, choices=meta["choices"], help=shown,
+            parser.add_argument(flag, type=f.type, default=argparse.SUPPRESS, choices=meta["choices"], help=shown,
                                 metavar=None if meta["choices"] else f.type.__name__.upper())
-    config = Config(**vars(parser.parse_args(argv)))
+    given = vars(parser.parse_args(argv))
+    policy = given.get("policy") or given.get("evaluate")
+    preset = given.get("preset") or ("own" if policy and not is_embedded(policy) else "tiny")
+    config = Config(**PRESETS[preset] | given | {"preset": preset})
+    if not config.precision:
+        config = replace(config, precision="bf16" if config.device == "cuda" and preset != "tiny" else "fp32")
     for f in fields(Config):
         value, minimum = getattr(config, f.name), f.metadata["minimum"]
         if minimum is not None and not (minimum <= value < math.inf):
             fail(f"--{f.name.replace('_', '-')} must be at least {minimum}, got {value}")
     return config
-
-
-def load_data(config: Config) -> Data:
-    """Read or generate problems and human logs.
-
-    Raises: ValueError naming the file and the line of what is wrong.
-    """
-    if config.problems:
-        rows = read_problems(config.problems)
-        random.Random(draw_key(config.seed, "split")).shuffle(rows)
-        tenth = max(1, len(rows) // 10)
-        if len(rows) < 3:
-            raise ValueError(f"{config.problems} has {len(rows)} problems: each split needs one")
-        validation, test, train = rows[:tenth], rows[tenth:2 * tenth], rows[2 * tenth:]
-    else:
-        train = generate_problems("train", config.train_problems, config.seed)
-        validation = generate_problems("validation", max(300, config.eval_problems), config.seed)
-        test = generate_problems("test", config.test_problems, config.seed)
-    if config.human_logs:
-        data = Data(train, validation, test, *split_logs(read_logs(config.human_logs), config.seed),
-                    probes=[], scripted=False)
-        gradable = logged_contexts(data.logs).keys() & {problem.goal for problem in train}
-        if config.method in ("static", "all") and not gradable:
-            raise ValueError(f"{config.human_logs}: static needs logs whose 'goal' is a training problem")
-        return data
-    logs, held_out = write_logs(train, human, config.seed), write_logs(validation[:300], human, config.seed)
-    return Data(train, validation, test, logs, held_out,
-                write_probes(validation[:300], held_out, human, config.seed), scripted=True)
 
 
 def refuse_another_run(config: Config) -> None:
@@ -234,75 +225,37 @@ def refuse_another_run(config: Config) -> None:
         raise ValueError(f"{out} was started with another {flags}: resume it with the same")
 
 
-# Models before reinforcement learning -----------------------------------------------------------------------
+# Reinforcement learning -------------------------------------------------------------------------------------
 
-Speaker = tuple[Transformer, Chat]
-
-
-def keep(folder: Path, model: Transformer, chat: Chat) -> None:
-    """Save a model with its tokenizer; the folder is whole or absent."""
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    save_model(model, str(partial))
-    save_chat(chat, str(partial))
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(partial, folder)
+def the_human(config: Config):
+    """Return who tests the policy, and what the method `human` trains against."""
+    if is_endpoint(config.human):
+        return EndpointUser(config.human, HUMAN_USER, max_new_tokens=config.max_new_tokens)
+    return ScriptedUser(human)
 
 
-def kept(folder: Path, device: str, make: Callable[[], Speaker]) -> Speaker:
-    """Return the model in `folder`; if there is none yet, `make` it and keep it there."""
-    if not folder.exists():
-        keep(folder, *make())
-    return load_model(str(folder), device), load_chat(str(folder))
-
-
-def warm_start(config: Config, data: Data) -> Speaker:
-    """Return a tiny policy fine-tuned on assistant turns: three fifths human logs with a mediocre
-    assistant, two fifths fully specified problems with right answers. It can do the sum; what it lacks is
-    the dialogue.
-    """
-    chat, rng = tiny_chat(), random.Random(draw_key(config.seed, "told at once"))
-    shown = [told_at_once(problem, rng) for problem in data.train]
-    logged = [log["messages"] for log in write_logs(data.train, human, config.seed)]
-    cut = len(logged) * 3 // 5
-    examples = [chat.render(messages) for messages in logged[:cut] + shown[cut:]]
-    model = Transformer(ModelConfig(vocab_size=chat.vocab_size),
-                        draw_key(config.seed, "policy weights")).to(config.device)
-    losses = sft(model, examples, steps=config.sft_steps, batch=config.sft_batch, lr=config.sft_lr,
-                 seed=config.seed, title="warm start of the policy")
-    log_losses(Path(config.out), "policy", losses)
-    return model, chat
-
-
-def naive_speaker(config: Config, data: Data) -> Speaker:
-    """Return the tiny over-helpful simulator."""
-    chat = tiny_chat()
-    steps = max(1, config.sft_steps // 2)
-    model, losses = naive_simulator(chat, data.train, steps=steps, batch=config.sft_batch, lr=config.sft_lr,
-                                    seed=config.seed, device=config.device)
-    log_losses(Path(config.out), "naive", losses)
-    return model, chat
-
-
-def calibrated_speaker(config: Config, data: Data, naive: Speaker) -> Speaker:
-    """Return the naive simulator after fine-tuning on human logs."""
-    model, chat = copy.deepcopy(naive[0]), naive[1]
-    losses = calibrate(model, chat, data.logs, steps=config.calibration_steps, batch=config.sft_batch,
-                       lr=config.sft_lr, seed=config.seed)
-    log_losses(Path(config.out), "calibration", losses)
-    return model, chat
-
-
-def user_and_contexts(method: str, data: Data, simulators: dict[str, Speaker], max_new_tokens: int):
+def user_and_contexts(method: str, config: Config, data: Data, simulators: dict[str, Speaker]):
     """Return whom a method talks with and, for static, the logged contexts in which it says one reply."""
     if method == "static":
         return ScriptedUser(human), logged_contexts(data.logs)
     if method == "human":
-        return ScriptedUser(human), None
-    return ModelUser(*simulators[method], max_new_tokens), None
+        return the_human(config), None
+    if method == "naive" and is_endpoint(config.simulator):
+        return EndpointUser(config.simulator, NAIVE_USER, max_new_tokens=config.max_new_tokens), None
+    return ModelUser(*simulators[method], config.max_new_tokens), None
 
 
-# Reinforcement learning -------------------------------------------------------------------------------------
+def refuse_failures(trajectories: list[Trajectory], user, largest: float) -> int:
+    """Return how many dialogues failed.
+
+    Raises: EndpointError if their share is above `largest`: what is left is no fair sample.
+    """
+    failed = sum(t.ended == "failed" for t in trajectories)
+    if failed > largest * len(trajectories):
+        raise EndpointError(f"{failed} of {len(trajectories)} dialogues failed, the last because of: "
+                            f"{getattr(user, 'last_failure', None) or 'the grader'}")
+    return failed
+
 
 def train_step(step: int, method: str, config: Config, data: Data, chat: Chat, policy: Transformer,
                reference: Transformer, optimiser, user,
@@ -315,37 +268,56 @@ def train_step(step: int, method: str, config: Config, data: Data, chat: Chat, p
     rng = random.Random(draw_key(config.seed, "problems", step))
     problems = [p for p in rng.sample(pool, min(config.prompts, len(pool))) for _ in range(config.group_size)]
     keys = [(config.seed, "train", step, p.id, i % config.group_size) for i, p in enumerate(problems)]
-    trajectories = rollout(policy, chat, user, problems, keys, horizon=1 if contexts else config.horizon,
-                           max_new_tokens=config.max_new_tokens,
-                           contexts=[contexts[p.goal] for p in problems] if contexts else None)
+    with autocast(policy.device, config.precision):
+        trajectories = rollout(policy, chat, user, problems, keys, horizon=1 if contexts else config.horizon,
+                               max_new_tokens=config.max_new_tokens,
+                               contexts=[contexts[p.goal] for p in problems] if contexts else None)
+    failed = refuse_failures(trajectories, user, config.max_failed)
     rewards = torch.tensor([t.reward for t in trajectories], device=config.device).view(-1, config.group_size)
     A = advantages(rewards).flatten()                                              # (B,)
     tokens, action_mask, old_logprobs = pad(trajectories, config.device)   # (B, T) each
+    action_mask &= ~rewards.isnan().view(-1, 1)                            # failed dialogues have no part in it
     groups = torch.arange(len(problems), device=config.device).view(-1, config.group_size)      # (P, G)
     stats = []
     for rows in (part.flatten() for part in groups.chunk(config.minibatches)):
-        stats.append(update(policy, optimiser, tokens[rows], action_mask[rows], old_logprobs[rows], A[rows],
-                            reference=reference, clip_eps=config.clip_eps, kl_coef=config.kl_coef,
-                            micro_batch=config.micro_batch))
-    return {"method": method, "step": step, "reward": mean(t.reward for t in trajectories),
+        with autocast(policy.device, config.precision):
+            stats.append(update(policy, optimiser, tokens[rows], action_mask[rows], old_logprobs[rows], A[rows],
+                                reference=reference, clip_eps=config.clip_eps, kl_coef=config.kl_coef,
+                                micro_batch=config.micro_batch))
+    finished = [t for t in trajectories if t.ended != "failed"]
+    return {"method": method, "step": step, "reward": mean(t.reward for t in finished),
             "human_score": None,
-            "turns": mean(t.turns for t in trajectories), "kl": mean(s["kl"] for s in stats),
+            "turns": mean(t.turns for t in finished), "kl": mean(s["kl"] for s in stats),
             "ratio_max": max(s["ratio_max"] for s in stats), "clip_frac": mean(s["clip_frac"] for s in stats),
-            "frac_zero_std": mean((rewards == rewards[:, :1]).all(1).tolist()),
+            "frac_zero_std": mean(agree(rewards).flatten().tolist()),
             "grad_norm": mean(s["grad_norm"] for s in stats),
             "tokens": int(action_mask.sum()), "seconds": time.perf_counter() - began,
-            "truncated": mean(t.cut > 0 or t.ended == "truncated" for t in trajectories),
-            "failed": 0}, trajectories
+            "truncated": mean(t.cut > 0 or t.ended == "truncated" for t in finished),
+            "failed": failed}, trajectories
+
+
+def against_human(policy: Transformer, chat: Chat, config: Config, problems: list[Problem],
+                  phase: str) -> list[Trajectory]:
+    """Return a dialogue of the policy with the human about every problem.
+
+    Raises: EndpointError if too many of them failed.
+    """
+    user = the_human(config)
+    with autocast(policy.device, config.precision):
+        trajectories = evaluate(policy, chat, user, problems, (config.seed, phase), horizon=config.horizon,
+                                max_new_tokens=config.max_new_tokens, batch=config.prompts * config.group_size)
+    refuse_failures(trajectories, user, config.max_failed)
+    return trajectories
 
 
 def train_method(method: str, config: Config, data: Data, policy: Transformer, chat: Chat,
                  simulators: dict[str, Speaker], folder: Path) -> None:
     """Train `policy` in place; write a row of metrics a step, evaluate and checkpoint every `eval_every`
-    steps.
+    steps, and when servers or grader give up.
     """
-    reference = copy.deepcopy(policy)
-    optimiser = torch.optim.AdamW(policy.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0)
-    user, contexts = user_and_contexts(method, data, simulators, config.max_new_tokens)
+    reference = reference_of(policy).to(frozen_dtype(config))
+    optimiser = torch.optim.AdamW(trainable(policy), lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0)
+    user, contexts = user_and_contexts(method, config, data, simulators)
     out, saved = Path(config.out), folder / "checkpoint.safetensors"
     done = load_checkpoint(saved, policy, optimiser)
     forget_after(out / "metrics.csv", method, done)
@@ -356,50 +328,78 @@ def train_method(method: str, config: Config, data: Data, policy: Transformer, c
                                            user, contexts)
         except FloatingPointError as error:
             raise ValueError(f"{method}, step {step}: {error}; try a lower --lr") from None
-        if step % config.eval_every == 0 or step == config.steps:
-            against_human = evaluate(policy, chat, ScriptedUser(human),
-                                     data.validation[:config.eval_problems], (config.seed, "validation"),
-                                     horizon=config.horizon, max_new_tokens=config.max_new_tokens)
-            row["human_score"] = mean(t.reward for t in against_human)
-            append_samples(out / "samples.jsonl", method, step,
-                           trajectories[:2 * config.group_size:config.group_size] + against_human[:2])
-        append_csv(out / "metrics.csv", METRICS, [row])
-        print_row(row, config.steps)
-        if row["human_score"] is not None:
-            save_checkpoint(saved, step, policy, optimiser)
+        except EndpointError as error:
+            save_checkpoint(saved, step - 1, policy, optimiser)
+            raise EndpointError(f"{method}, step {step}: {error}; --resume continues here") from None
+        due = step % config.eval_every == 0 or step == config.steps
+        try:
+            if due:
+                evaluated = against_human(policy, chat, config, data.validation[:config.eval_problems], "validation")
+                right, n = solved(evaluated)
+                row["human_score"] = right / n
+                append_samples(out / "samples.jsonl", method, step,
+                               trajectories[:2 * config.group_size:config.group_size] + evaluated[:2])
+        finally:                                                # the step is kept even if its evaluation fails
+            append_csv(out / "metrics.csv", METRICS, [row])
+            print_row(row, config.steps)
+            if due:
+                save_checkpoint(saved, step, policy, optimiser)
 
 
 # The run ----------------------------------------------------------------------------------------------------
 
 def score(policy: Transformer, chat: Chat, method: str, config: Config, data: Data) -> dict:
     """Return a policy's score against the human on the test problems, as in result.json."""
-    problems = data.test[:config.test_problems]
-    trajectories = evaluate(policy, chat, ScriptedUser(human), problems, (config.seed, "test"),
-                            horizon=config.horizon, max_new_tokens=config.max_new_tokens)
+    trajectories = against_human(policy, chat, config, data.test[:config.test_problems], "test")
     append_samples(Path(config.out) / "samples.jsonl", method, config.steps, trajectories[:5])
-    solved = sum(t.reward for t in trajectories)
-    tqdm.write(f"{method}: {solved / len(problems):.3f} against the human on {len(problems)} test problems")
-    return {"score": solved / len(problems), "ci": wilson(solved, len(problems)),
-            "turns": mean(t.turns for t in trajectories)}
+    right, n = solved(trajectories)
+    tqdm.write(f"{method}: {right / n:.3f} against the human on {n} test problems")
+    return {"score": right / n, "ci": wilson(right, n), "turns": mean(t.turns for t in trajectories)}
 
 
-def run(config: Config, data: Data, given: dict[str, Speaker]) -> dict:
-    """Do what the configuration asks for; return what result.json holds. `given`: policy, simulator,
-    neither.
-    """
+def base_policy(config: Config, data: Data) -> Speaker:
+    """Return the policy before reinforcement learning: the given one, warm-started if there is none or if asked."""
+    source, out = config.evaluate or config.policy, Path(config.out)
+    if not source or config.warm_start and not config.evaluate:
+        def make() -> Speaker:
+            speaker, losses = warm_start(config, data)
+            log_losses(out, "policy", losses)
+            return speaker
+        source = kept(out / "base" / "policy", make)
+    return load_speaker(source, ASSISTANT, config.device, frozen_dtype(config) if config.lora_rank else torch.float32)
+
+
+def load_simulators(config: Config, data: Data, methods: tuple[str, ...]) -> dict[str, Speaker]:
+    """Return the simulators that the methods need: naive, given or tiny, and calibrated, made from it."""
+    out, source, speakers = Path(config.out), config.simulator, {}
+    if not {"naive", "calibrated"} & set(methods) or is_endpoint(source):
+        return speakers
+
+    def make(phase: str, speaker: Speaker, losses: list[float]) -> Speaker:
+        log_losses(out, phase, losses)
+        return speaker
+
+    if not source and config.policy and not is_embedded(config.policy):
+        source = config.policy
+    source = source or kept(out / "simulator_naive", lambda: make("naive", *naive_speaker(config, data)))
+    speakers["naive"] = load_speaker(source, NAIVE_USER, config.device, frozen_dtype(config))
+    if "calibrated" in methods:
+        folder = kept(out / "simulator_calibrated",
+                      lambda: make("calibration", *calibrated_speaker(config, data, source)))
+        speakers["calibrated"] = load_speaker(folder, NAIVE_USER, config.device, frozen_dtype(config))
+    return speakers
+
+
+def run(config: Config, data: Data) -> dict:
+    """Do what the configuration asks for; return what result.json holds."""
     out = Path(config.out)
     methods = METHODS if config.method == "all" else tuple(dict.fromkeys(("base", config.method)))
     methods = ("evaluated",) if config.evaluate else methods
-    base, chat = given.get("policy") or kept(out / "base" / "policy", config.device,
-                                             lambda: warm_start(config, data))
-    simulators, card = {}, {}
-    if {"naive", "calibrated"} & set(methods):
-        simulators["naive"] = naive = given.get("simulator") or kept(
-            out / "simulator_naive", config.device, lambda: naive_speaker(config, data))
+    base, chat = base_policy(config, data)
+    simulators, card = load_simulators(config, data, methods), {}
     if "calibrated" in methods:
-        simulators["calibrated"] = kept(out / "simulator_calibrated", config.device,
-                                        lambda: calibrated_speaker(config, data, naive))
-        card = report_card(data.held_out, {name: model for name, (model, _) in simulators.items()}, naive[1],
+        card = report_card(data.held_out, {name: model for name, (model, _) in simulators.items()},
+                           simulators["naive"][1],
                            seed=config.seed, max_new_tokens=config.max_new_tokens, probes=data.probes,
                            script=human if data.scripted else None)
         print_report_card(card)
@@ -408,8 +408,10 @@ def run(config: Config, data: Data, given: dict[str, Speaker]) -> dict:
         started, policy = time.perf_counter(), copy.deepcopy(base)
         folder = out if method == config.method else out / method
         if method not in ("base", "evaluated"):
+            if config.lora_rank:
+                add_adapters(policy, config.lora_rank, draw_key(config.seed, "policy adapters"))
             train_method(method, config, data, policy, chat, simulators, folder)
-            keep(folder / "policy", policy, chat)
+            save_speaker(folder / "policy", policy, chat)
         results[method] = score(policy, chat, method, config, data)
         results[method]["seconds"] = time.perf_counter() - started
     return {"task": config.task, "seed": config.seed, "horizon": config.horizon, "methods": results,
@@ -422,37 +424,50 @@ def peak_rss_mb() -> float:
     return peak / 2**20 if sys.platform == "darwin" else peak / 2**10
 
 
+def check_inputs(config: Config) -> None:
+    """Raise ValueError or EndpointError for what cannot work, before anything is written."""
+    if Path(config.out).exists() and not config.resume:
+        raise ValueError(f"{config.out} exists: choose another --out, or --resume to continue it")
+    if config.device != "cpu" and not getattr(torch, config.device).is_available():
+        raise ValueError(f"--device {config.device}: this PyTorch finds none")
+    if config.evaluate and config.policy:
+        raise ValueError("give --evaluate or --policy, not both: either names the policy")
+    if config.warm_start and not config.policy:
+        raise ValueError("--warm-start is for a given --policy; the tiny one is warm-started anyway")
+    if is_endpoint(config.simulator) and config.method in ("calibrated", "all"):
+        raise ValueError(f"--method {config.method} fine-tunes the simulator: it cannot be an endpoint")
+    if config.human != "scripted" and not is_endpoint(config.human):
+        raise ValueError(f"--human must be scripted or an address as http://HOST:PORT/v1#MODEL, got {config.human}")
+    refuse_another_run(config)
+    for address, instruction in ((config.simulator, NAIVE_USER), (config.human, HUMAN_USER)):
+        if is_endpoint(address):
+            EndpointUser(address, instruction).check()
+    for source in filter(None, (config.evaluate or config.policy, config.simulator)):
+        if not is_endpoint(source):
+            load_config(source)
+
+
 def main(argv: list[str] | None = None) -> None:
     began, config = time.perf_counter(), parse_config(argv)
     out = Path(config.out)
     try:
-        if out.exists() and not config.resume:
-            raise ValueError(f"{out} exists: choose another --out, or --resume to continue it")
-        if config.device != "cpu" and not getattr(torch, config.device).is_available():
-            raise ValueError(f"--device {config.device}: this PyTorch finds none")
-        if config.evaluate and config.policy:
-            raise ValueError("give --evaluate or --policy, not both: either names the policy")
-        folders = {"policy": config.evaluate or config.policy, "simulator": config.simulator}
-        given = {name: (load_model(folder, config.device), load_chat(folder))
-                 for name, folder in folders.items() if folder}
-        for name, (model, chat) in given.items():
-            if chat.vocab_size > model.config.vocab_size:
-                raise ValueError(f"{folders[name]} has more tokens than its model has scores")
-        refuse_another_run(config)
+        check_inputs(config)
         data = load_data(config)
         try:
             out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ValueError(f"{out} cannot be made: {error.strerror}") from None
         write_json(out / "config.json", asdict(config))
-        result = run(config, data, given)
-    except (ValueError, FloatingPointError, OSError) as error:
+        result = run(config, data)
+    except (ValueError, FloatingPointError, OSError, EndpointError) as error:
         fail(str(error))
+    except torch.OutOfMemoryError:
+        fail("out of memory: lower --micro-batch (update) or --prompts (rollout)")
     result |= {"seconds": time.perf_counter() - began, "peak_rss_mb": peak_rss_mb()}
     write_json(out / "result.json", result)
     base = result["methods"].get("base")
     draw_curves(read_rows(out / "metrics.csv"), out / "curves.png", base and base["score"])
-    comparable = not (config.problems or config.evaluate) and (ASSETS / "results.csv").exists()
+    comparable = config.preset == "tiny" and not (config.problems or config.evaluate) and (ASSETS / "results.csv").exists()
     print_table(result["methods"], show_recorded=comparable)
     minutes, peak = result["seconds"] / 60, result["peak_rss_mb"]
     print(f"{minutes:.1f} minutes, peak memory {peak:.0f} MiB, everything in {out}/")

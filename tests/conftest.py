@@ -9,7 +9,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from chat import tiny_chat  # noqa: E402
-from model import ModelConfig, Transformer  # noqa: E402
+from model import Transformer, tiny_config  # noqa: E402
 
 torch.set_num_threads(2)
 
@@ -22,5 +22,5 @@ def chat():
 @pytest.fixture
 def model(chat):
     """In float64, so that agreement can be asked for to 1e-9."""
-    return Transformer(ModelConfig(vocab_size=chat.vocab_size, hidden_size=32, intermediate_size=64,
+    return Transformer(tiny_config(vocab_size=chat.vocab_size, hidden_size=32, intermediate_size=64,
                                    head_dim=8), seed=1).double()

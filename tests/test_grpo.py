@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from grpo import advantages, policy_loss, update
-from model import ModelConfig, Transformer, token_logprobs
+from model import Transformer, tiny_config, token_logprobs
 
 
 def test_advantages_by_hand():
@@ -119,7 +119,7 @@ def batch(model, B=6, T=10):
 
 
 def small():
-    return Transformer(ModelConfig(vocab_size=50, hidden_size=16, intermediate_size=32, num_attention_heads=2,
+    return Transformer(tiny_config(vocab_size=50, hidden_size=16, intermediate_size=32, num_attention_heads=2,
                                    num_key_value_heads=1, head_dim=8), seed=2).double()
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from chat import load_chat
-from model import load_model
+from weights import load_model
 from plot import METHODS
 from train import METRICS, main, parse_config
 

@@ -1,0 +1,87 @@
+"""The models that speak: policy and simulators, given or made, warm-started, calibrated, and kept on disk.
+
+A *given* model is Hugging Face's, and is told what to do by an instruction in front of every dialogue: the
+policy to ask for what it needs, the simulator to be a user. The *embedded* ones have 0.1 M parameters, know
+no instruction, and are fine-tuned from nothing instead. Everything after that is the same code for both.
+
+Run `python speakers.py` to read the instructions.
+"""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from align_sim import calibrate, naive_simulator, sft
+from chat import tiny_chat
+from data import Data
+from logs import told_at_once, write_logs
+from model import Transformer, add_adapters, tiny_config
+from rollout import ASSISTANT
+from sampling import draw_key
+from simulator import NAIVE_USER, human
+from weights import Speaker, load_speaker, save_speaker
+
+def kept(folder: Path, make: Callable[[], Speaker]) -> str:
+    """Return `folder`; if there is no model in it yet, `make` one and keep it there."""
+    if not folder.exists():
+        save_speaker(folder, *make())
+    return str(folder)
+
+
+def warm_start(config, data: Data) -> tuple[Speaker, list[float]]:
+    """Return the policy fine-tuned on assistant turns, and the losses: three fifths human logs with a mediocre
+    assistant, two fifths fully specified problems with right answers. It can do the sum; what it lacks is the
+    dialogue. The policy is the given one or, if there is none, a tiny one from nothing.
+    """
+    if config.policy:
+        model, chat = load_speaker(config.policy, ASSISTANT, config.device)
+    else:
+        chat = tiny_chat()
+        model = Transformer(tiny_config(vocab_size=chat.vocab_size),
+                            draw_key(config.seed, "policy weights")).to(config.device)
+    rng = random.Random(draw_key(config.seed, "told at once"))
+    shown = [told_at_once(problem, rng) for problem in data.train]
+    logged = [log["messages"] for log in write_logs(data.train, human, config.seed)]
+    cut = len(logged) * 3 // 5
+    examples = [chat.render(messages) for messages in logged[:cut] + shown[cut:]]
+    losses = sft(model, examples, steps=config.sft_steps, batch=config.sft_batch, lr=config.sft_lr, seed=config.seed,
+                 micro_batch=min(16, config.micro_batch), precision=config.precision, title="warm start of the policy")
+    return (model, chat), losses
+
+
+def naive_speaker(config, data: Data) -> tuple[Speaker, list[float]]:
+    """Return the tiny over-helpful simulator, and the losses."""
+    chat = tiny_chat()
+    model, losses = naive_simulator(chat, data.train, steps=max(1, config.sft_steps // 2), batch=config.sft_batch,
+                                    lr=config.sft_lr, seed=config.seed, device=config.device)
+    return (model, chat), losses
+
+
+def calibrated_speaker(config, data: Data, naive: str) -> tuple[Speaker, list[float]]:
+    """Return the naive simulator after fine-tuning on human logs, and the losses; with adapters, the rest of it
+    stays frozen in bf16 where the run computes in bf16.
+    """
+    rank = config.simulator_lora_rank
+    dtype = frozen_dtype(config) if rank else torch.float32
+    model, chat = load_speaker(naive, NAIVE_USER, config.device, dtype)
+    if rank:
+        add_adapters(model, rank, draw_key(config.seed, "simulator adapters"))
+    losses = calibrate(model, chat, data.logs, steps=config.calibration_steps, batch=config.sft_batch,
+                       lr=config.sft_lr, seed=config.seed, micro_batch=min(16, config.micro_batch),
+                       precision=config.precision, stop_early=not data.scripted)
+    return (model, chat), losses
+
+
+def frozen_dtype(config) -> torch.dtype:
+    """Return what weights that do not train are held in."""
+    return torch.bfloat16 if config.precision == "bf16" else torch.float32
+
+
+def main() -> None:
+    print(f"The policy is told:\n\n{ASSISTANT}\n\nThe naive simulator is told:\n\n{NAIVE_USER}")
+
+
+if __name__ == "__main__":
+    main()
