@@ -47,7 +47,7 @@ def load_data(config) -> Data:
         train, validation, test = read_splits(config.problems, config.seed)
     else:
         train = generate_problems("train", config.train_problems, config.seed, config.facts)
-        validation = generate_problems("validation", max(300, config.eval_problems), config.seed, config.facts)
+        validation = generate_problems("validation", max(config.card_dialogues, config.eval_problems), config.seed, config.facts)
         test = generate_problems("test", config.test_problems, config.seed, config.facts)
     if config.human_logs:
         data = Data(train, validation, test, *split_logs(read_logs(config.human_logs), config.seed),
@@ -56,14 +56,15 @@ def load_data(config) -> Data:
         if config.method in ("static", "all") and not gradable:
             raise ValueError(f"{config.human_logs}: static needs logs whose 'goal' is a training problem")
         return data
-    logs, held_out = write_logs(train, human, config.seed), write_logs(validation[:300], human, config.seed)
-    return Data(train, validation, test, logs, held_out,
-                write_probes(validation[:300], held_out, human, config.seed), scripted=True)
+    judged = validation[:config.card_dialogues]
+    logs, held_out = write_logs(train, human, config.seed), write_logs(judged, human, config.seed)
+    return Data(train, validation, test, logs, held_out, write_probes(judged, held_out, human, config.seed),
+                scripted=True)
 
 
 def main() -> None:
     data = load_data(Namespace(problems="", human_logs="", method="calibrated", seed=0, facts=3, train_problems=8000,
-                               eval_problems=200, test_problems=1000))
+                               eval_problems=200, card_dialogues=300, test_problems=1000))
     for name in ("train", "validation", "test", "logs", "held_out", "probes"):
         print(f"{name:10s} {len(getattr(data, name)):5d}")
 

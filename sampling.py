@@ -14,6 +14,7 @@ Run `python sampling.py` to compare frequencies with probabilities.
 Shapes: B rows, V vocabulary, T tokens.
 """
 
+import os
 from hashlib import blake2b
 
 import torch
@@ -23,6 +24,7 @@ from chat import Chat
 from model import KVCache, Transformer
 
 BLOCK = 128                      # tokens a block of the inverse CDF
+SHARED = 16                      # tokens from which on it pays to read a common beginning once
 
 
 def draw_key(*parts) -> int:
@@ -93,6 +95,18 @@ class Engine:
         self.action_mask = [[0] * len(ids) for ids in openings]
         self.logprobs = [[0.0] * len(ids) for ids in openings]
         self.live = list(range(len(openings)))                                # dialogues that the cache holds
+        self.share_opening()
+
+    @torch.no_grad()
+    def share_opening(self) -> None:
+        """Read once what all dialogues begin with, an instruction perhaps, and give every row a copy."""
+        start = os.path.commonprefix([ids[:-1] for ids in self.tokens])            # a reply needs a token to follow
+        if len(start) >= SHARED and len(self.tokens) > 1:
+            one = torch.tensor([start], device=self.keys.device)
+            cache = KVCache(self.model.config, 1, self.model.device, self.model.compute_dtype)
+            self.model(one, cache, torch.tensor([len(start)], device=self.keys.device))
+            self.cache = cache
+            cache.keep(torch.zeros(len(self.tokens), dtype=torch.long, device=self.keys.device))
 
     def feed(self, row: int, ids: list[int]) -> None:
         """Append what the model did not say."""

@@ -60,7 +60,8 @@ LOG_LINE = ("{method:10s} {step:4d}/{steps}  reward {reward:.3f}  human {score} 
 
 OWN = {"warm_start": False, "sft_steps": OWN_STEPS, "sft_batch": OWN_BATCH, "sft_lr": OWN_LR,
        "calibration_steps": OWN_STEPS, "train_problems": 1000, "prompts": 8, "lr": 1e-6, "steps": 100, "micro_batch": 4,
-       "max_new_tokens": 256, "eval_every": 10, "eval_problems": 64, "test_problems": 200}
+       "max_new_tokens": 256, "eval_every": 10, "eval_problems": 64,
+       "card_dialogues": 50, "test_problems": 200}
 PRESETS = {"tiny": {},
            "own": OWN,                                                # any model that is named by --policy
            "gpu": OWN | {"device": "cuda", "policy": "Qwen/Qwen2.5-0.5B-Instruct",
@@ -120,6 +121,7 @@ class Config:
     train_problems: int = option(8000, "generated problems to train on", minimum=1)
     eval_every: int = option(5, "steps between evaluations against the human", minimum=1)
     eval_problems: int = option(200, "validation problems of such an evaluation", minimum=1)
+    card_dialogues: int = option(300, "held-out dialogues of the report card", minimum=1)
     test_problems: int = option(1000, "problems of the final evaluation", minimum=1)
 
 
