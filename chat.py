@@ -166,10 +166,10 @@ def template_pieces(tokenizer: PreTrainedTokenizerBase, instruction: str) -> tup
     before = ""
     if instruction not in pieces[0]:
         system, before = [], instruction + "\n\n"
-    (head, post), longer, longest = render(1, system), render(3, system), render(5, system)
-    mid, empty_thought = longer[2], r"(<think>\s*</think>\s*)?"
-    if longer != [head, longer[1], mid, post] or longest != [head, longer[1], mid, longer[1], mid, post] \
-            or not re.fullmatch(re.escape(longer[1]) + empty_thought, post):
+    once, twice, thrice = (render(turns, system) for turns in (1, 3, 5))
+    head, reply, mid, post = twice if len(twice) == 4 else ("",) * 4
+    if once != [head, post] or thrice != [head, reply, mid, reply, mid, post] \
+            or not re.fullmatch(re.escape(reply) + r"(<think>\s*</think>\s*)?", post):
         raise ValueError("its chat template renders a turn differently when others follow, or thinks before it "
                          "replies: no literal prefix, so no token-exact training")
     return head + before, mid, post
@@ -188,9 +188,9 @@ def template_chat(tokenizer: PreTrainedTokenizerBase, instruction: str = "", sto
         raise ValueError("its tokenizer has no chat template: not a model that was taught to chat")
     if not tokenizer.is_fast:
         raise ValueError("its tokenizer has no tokenizer.json")
+    plain, control = plain_tokenizer(tokenizer), tokenizer.added_tokens_decoder
     head, mid, post = (tokenizer.encode(piece, add_special_tokens=False)
                        for piece in template_pieces(tokenizer, instruction))
-    plain, control = plain_tokenizer(tokenizer), tokenizer.added_tokens_decoder
     if not mid or mid[0] not in control:
         raise ValueError("its chat template ends replies with text instead of a control token")
     stops = {mid[0], *stop_ids, *({tokenizer.eos_token_id} - {None})}
