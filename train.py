@@ -331,7 +331,8 @@ def train_method(method: str, config: Config, data: Data, policy: Transformer, c
         except FloatingPointError as error:
             raise ValueError(f"{method}, step {step}: {error}; try a lower --lr") from None
         except EndpointError as error:
-            save_checkpoint(saved, step - 1, policy, optimiser)
+            if step > 1:
+                save_checkpoint(saved, step - 1, policy, optimiser)
             raise EndpointError(f"{method}, step {step}: {error}; --resume continues here") from None
         due = step % config.eval_every == 0 or step == config.steps
         try:
@@ -405,11 +406,13 @@ def run(config: Config, data: Data) -> dict:
                            seed=config.seed, max_new_tokens=config.max_new_tokens, probes=data.probes,
                            script=human if data.scripted else None)
         print_report_card(card)
+    simulators = {name: speaker for name, speaker in simulators.items() if name in methods}      # frees the others
     results = {}
     for method in methods:
-        started, policy = time.perf_counter(), copy.deepcopy(base)
+        started, trains = time.perf_counter(), method not in ("base", "evaluated")
+        policy = copy.deepcopy(base) if trains and method != methods[-1] else base      # the last may change it
         folder = out if method == config.method else out / method
-        if method not in ("base", "evaluated"):
+        if trains:
             if config.lora_rank:
                 add_adapters(policy, config.lora_rank, draw_key(config.seed, "policy adapters"))
             train_method(method, config, data, policy, chat, simulators, folder)
