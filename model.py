@@ -282,8 +282,10 @@ class Transformer(nn.Module):
         self.tie()
 
     def initialise(self, generator: torch.Generator) -> None:
-        """Draw every matrix from a normal distribution that keeps the size of its inputs."""
+        """Draw every matrix from a normal distribution that keeps the size of its inputs; biases are zero."""
         for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
             if parameter.dim() > 1:
                 # these add to the stream: start smaller
                 deep = name.endswith(("o_proj.weight", "down_proj.weight"))

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from align_sim import (AGREES, NLL, bootstrap, calibrate, model_nll, report_card, script_nll, sft,
+from align_sim import (AGREES, NLL, bootstrap, calibrate, mean_nll, model_nll, report_card, script_nll, sft,
                        stated_facts, style_measures)
 from logs import read_logs, split_logs, write_logs, write_probes
 from model import token_logprobs
@@ -180,3 +180,14 @@ def test_a_broken_log_is_named_with_file_and_line(tmp_path, record, message):
     with pytest.raises(ValueError, match=message) as error:
         read_logs(str(path))
     assert f"{path}, line 2" in str(error.value)
+
+
+def test_calibration_on_few_dialogues_stops_before_it_learns_them_by_heart(model, chat):
+    """Twelve dialogues, a high learning rate: the loss on the sixth set aside rises again, the minimum is kept."""
+    logs = write_logs(generate_problems("train", 12), human, 0)
+    examples = [chat.render(simulator_messages(log)) for log in logs]
+    by_heart = copy.deepcopy(model)
+    losses = calibrate(model, chat, logs, steps=200, batch=10, lr=1e-2, seed=0, stop_early=True)
+    calibrate(by_heart, chat, logs[2:], steps=200, batch=10, lr=1e-2, seed=0)
+    assert len(losses) < 200
+    assert mean_nll(model, examples[:2], 4) < mean_nll(by_heart, examples[:2], 4) - 0.5

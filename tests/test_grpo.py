@@ -153,3 +153,10 @@ def test_a_loss_that_is_not_finite_stops_before_the_weights_change():
     with pytest.raises(FloatingPointError, match="gradient norm"):
         update(model, torch.optim.AdamW(model.parameters()), tokens, mask, old, A * float("nan"))
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
+
+
+def test_a_failed_dialogue_counts_in_no_mean_and_has_no_advantage():
+    """[1, 0, NaN] is a group of two: mean 0.5, std 0.5; a group with one dialogue left teaches nothing."""
+    nan = float("nan")
+    A = advantages(torch.tensor([[1.0, 0.0, nan], [1.0, nan, nan], [nan, nan, nan], [1.0, 1.0, nan]]))
+    assert A.tolist() == [[1.0, -1.0, 0.0], [0.0] * 3, [0.0] * 3, [0.0] * 3]

@@ -9,7 +9,7 @@ from transformers import (AutoModelForCausalLM, BertConfig, Gemma3Config, Gemma3
                           Gemma3TextConfig, LlamaConfig, Qwen2Config, Qwen3Config)
 
 from model import Adapter, KVCache, Transformer, add_adapters, reference_of, token_logprobs, trainable
-from weights import load_model, save_model
+from weights import load_checkpoint, load_model, save_checkpoint, save_model
 
 SMALL = dict(vocab_size=90, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
              num_key_value_heads=2, head_dim=12, max_position_embeddings=128, bos_token_id=None, eos_token_id=None,
@@ -162,3 +162,63 @@ def test_a_damaged_checkpoint_is_refused(tmp_path):
     (tmp_path / "model.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes()[:-100])
     with pytest.raises(ValueError, match="is not a model that loads"):
         load_model(tmp_path)
+
+
+# Adapters ---------------------------------------------------------------------------------------------------
+
+def adapted(steps):
+    """A model with adapters after some steps of AdamW on random tokens, the optimiser, and its untrained copy."""
+    model = Transformer(CONFIGS["qwen2"], seed=3)
+    untrained = Transformer(CONFIGS["qwen2"], seed=3)
+    add_adapters(model, rank=2, seed=0)
+    optimiser = torch.optim.AdamW(trainable(model), lr=0.05)
+    tokens = torch.randint(90, (2, 12), generator=torch.Generator().manual_seed(2))
+    for _ in range(steps):
+        (-token_logprobs(model, tokens, torch.arange(12).expand(2, -1) > 0).mean()).backward()
+        optimiser.step()
+        optimiser.zero_grad()
+    return model, optimiser, untrained, tokens
+
+
+def test_adapters_start_as_nothing_and_train_alone():
+    model, _, untrained, tokens = adapted(steps=0)
+    assert torch.equal(model(tokens), untrained(tokens))
+    model, _, untrained, tokens = adapted(steps=3)
+    assert (model(tokens) - untrained(tokens)).abs().max() > 0.01
+    assert 0 < sum(p.numel() for p in trainable(model)) < sum(p.numel() for p in model.parameters()) / 4
+    for name, parameter in untrained.model.layers[0].self_attn.q_proj.named_parameters():
+        assert torch.equal(model.model.layers[0].self_attn.q_proj.base.get_parameter(name), parameter)
+
+
+def test_the_reference_is_the_policy_with_its_adapters_off_and_shares_its_weights():
+    model, _, untrained, tokens = adapted(steps=3)
+    reference = reference_of(model)
+    assert torch.equal(reference(tokens), untrained(tokens))
+    assert reference.lm_head.weight.data_ptr() == model.lm_head.weight.data_ptr()
+    assert not any(isinstance(module, Adapter) for module in reference.modules())
+
+
+def test_without_adapters_the_reference_is_a_copy():
+    model = Transformer(CONFIGS["llama, tied"])
+    reference = reference_of(model)
+    model.lm_head.weight.data += 1
+    assert (reference.lm_head.weight - model.lm_head.weight).abs().min() > 0.9
+    assert reference.lm_head.weight is reference.model.embed_tokens.weight and not trainable(reference)
+
+
+def test_a_saved_model_has_its_adapters_merged(tmp_path):
+    model, _, _, tokens = adapted(steps=3)
+    save_model(model, tmp_path)
+    assert torch.allclose(load_model(tmp_path)(tokens), model(tokens), atol=1e-5)
+
+
+def test_a_checkpoint_holds_the_adapters_alone_and_continues_to_the_bit(tmp_path):
+    model, optimiser, *_ = adapted(steps=2)
+    save_checkpoint(tmp_path / "checkpoint", 2, model, optimiser)
+    again, its_optimiser, *_ = adapted(steps=0)
+    assert load_checkpoint(tmp_path / "checkpoint", again, its_optimiser) == 2
+    for mine, theirs in zip(trainable(model), trainable(again), strict=True):
+        assert torch.equal(mine, theirs)
+        assert torch.equal(optimiser.state[mine]["exp_avg"], its_optimiser.state[theirs]["exp_avg"])
+    frozen = sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in trainable(model))
+    assert (tmp_path / "checkpoint").stat().st_size < 4 * frozen
