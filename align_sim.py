@@ -51,10 +51,13 @@ def pad_examples(examples: list[Example], device) -> tuple[torch.Tensor, torch.T
 
 @torch.no_grad()
 def examples_nll(model: Transformer, examples: list[Example], batch: int) -> list[tuple[float, float]]:
-    """Return for every example the negative log-likelihood of its masked tokens, in nats, and their number."""
+    """Return for every example the negative log-likelihood of its masked tokens, in nats, and their
+    number.
+    """
     room, values = model.config.max_position_embeddings, []
     for i in range(0, len(examples), batch):
-        tokens, mask = pad_examples([(ids[:room], m[:room]) for ids, m in examples[i:i + batch]], model.device)
+        tokens, mask = pad_examples([(ids[:room], m[:room]) for ids, m in examples[i:i + batch]],
+                                    model.device)
         nll = -token_logprobs(model, tokens, mask).sum(1)
         values += zip(nll.tolist(), mask.sum(1).tolist())
     return values
@@ -74,7 +77,8 @@ def sft(model: Transformer, examples: list[Example], *, steps: int, batch: int, 
     One normaliser a step, its number of masked tokens, so the split into length-sorted micro-batches, which
     spares padding, does not change the gradient. The learning rate warms up over 20 steps and decays to a
     tenth by a cosine. With `validation` examples, their loss is measured every tenth of the steps; training
-    stops when it has not reached a new minimum three times in a row, and the weights of the minimum are restored.
+    stops when it has not reached a new minimum three times in a row, and the weights of the minimum are
+    restored.
 
     Raises: FloatingPointError if the loss is not finite; ValueError if there is nothing to learn.
     """
@@ -128,16 +132,17 @@ def naive_simulator(chat: Chat, problems: list[Problem], *, steps: int, batch: i
 
 
 def calibrate(simulator: Transformer, chat: Chat, logs: list[dict], *, steps: int, batch: int, lr: float,
-              seed: int, micro_batch: int = 16, precision: str = "fp32", stop_early: bool = False) -> list[float]:
+              seed: int, micro_batch: int = 16, precision: str = "fp32",
+              stop_early: bool = False) -> list[float]:
     """Fine-tune a simulator in place on what people said in `logs`; return the losses.
 
-    Real people's dialogues are few and are soon learned by heart: with `stop_early` a sixth of them is not trained
-    on but says when to stop (not the held-out ones: those are for the report card).
+    Real people's dialogues are few and are soon learned by heart: with `stop_early` a sixth of them is not
+    trained on but says when to stop (not the held-out ones: those are for the report card).
     """
     examples = [chat.render(simulator_messages(log)) for log in logs]
     sixth = max(1, len(logs) // 6) if stop_early and len(logs) > 1 else 0
-    return sft(simulator, examples[sixth:], steps=steps, batch=batch, lr=lr, seed=seed, micro_batch=micro_batch,
-               precision=precision, validation=examples[:sixth], title="calibration")
+    return sft(simulator, examples[sixth:], steps=steps, batch=batch, lr=lr, seed=seed,
+               micro_batch=micro_batch, precision=precision, validation=examples[:sixth], title="calibration")
 
 
 # Report card ------------------------------------------------------------------------------------------------
@@ -304,16 +309,20 @@ def fail(message: str) -> None:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Calibrate a simulator on human dialogues.", allow_abbrev=False)
+    parser = argparse.ArgumentParser(description="Calibrate a simulator on human dialogues.",
+                                     allow_abbrev=False)
     parser.add_argument("--simulator", help="naive simulator: folder, GGUF file or hub id "
                                             "(default: train a tiny over-helpful one first)")
     parser.add_argument("--human-logs", help="JSONL of human dialogues (default: the scripted human's)")
-    parser.add_argument("--out", help="folder for the calibrated simulator, which must not exist (default: not saved)")
-    parser.add_argument("--steps", type=int, help=f"largest number of steps (default: {CALIBRATION_STEPS} for the "
+    parser.add_argument("--out",
+                        help="folder for the calibrated simulator, which must not exist (default: not saved)")
+    parser.add_argument("--steps", type=int,
+                        help=f"largest number of steps (default: {CALIBRATION_STEPS} for the "
                                                   f"embedded simulator, {OWN_STEPS} for another)")
     parser.add_argument("--batch", type=int, help=f"dialogues a step (default: {SFT_BATCH}, {OWN_BATCH})")
     parser.add_argument("--lr", type=float, help=f"largest learning rate (default: {SFT_LR}, {OWN_LR})")
-    parser.add_argument("--micro-batch", type=int, default=4, help="dialogues a forward and backward pass (default: 4)")
+    parser.add_argument("--micro-batch", type=int, default=4,
+                        help="dialogues a forward and backward pass (default: 4)")
     parser.add_argument("--max-new-tokens", type=int, default=MAX_NEW_TOKENS,
                         help=f"tokens a reply may have on the report card (default: {MAX_NEW_TOKENS})")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32",
@@ -327,7 +336,7 @@ def parse_args() -> argparse.Namespace:
         setattr(args, name, default if getattr(args, name) is None else getattr(args, name))
     if min(args.steps, args.batch, args.micro_batch, args.max_new_tokens) < 1 or args.seed < 0 \
             or not 0 < args.lr < math.inf:
-        fail("--steps, --batch, --micro-batch and --max-new-tokens must be at least 1, --seed at least 0, --lr above 0")
+        fail("--seed must be at least 0, --lr above 0, the other numbers at least 1")
     if args.out and Path(args.out).exists():
         fail(f"{args.out} exists: choose another --out")
     return args
@@ -352,10 +361,11 @@ def main() -> None:
             naive, _ = naive_simulator(chat, problems, steps=SFT_STEPS // 2, batch=SFT_BATCH, lr=SFT_LR,
                                        seed=args.seed)
         calibrated = copy.deepcopy(naive)
-        losses = calibrate(calibrated, chat, logs, steps=args.steps, batch=args.batch, lr=args.lr, seed=args.seed,
+        losses = calibrate(calibrated, chat, logs, steps=args.steps, batch=args.batch, lr=args.lr,
+                           seed=args.seed,
                            micro_batch=args.micro_batch, precision=args.precision, stop_early=script is None)
-        print(f"calibrated on {len(logs)} dialogues, {len(losses)} steps: loss {losses[0]:.3f} -> {losses[-1]:.3f} "
-              "nats a token", flush=True)
+        print(f"calibrated on {len(logs)} dialogues, {len(losses)} steps: "
+              f"loss {losses[0]:.3f} -> {losses[-1]:.3f} nats a token", flush=True)
         if args.out:
             save_speaker(Path(args.out), calibrated, chat)
         card = report_card(held_out, {"naive": naive, "calibrated": calibrated}, chat, seed=args.seed,

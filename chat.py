@@ -12,11 +12,11 @@ A chat format is four pieces of ids around the texts:
 rewrites what it has already rendered has no such pieces and is refused. `tiny_chat` is the embedded format:
 byte-level BPE, a small number being one token; `python logs.py --build-tokenizer` rebuilds its ranks.
 
-What somebody wrote is encoded without control tokens, so "<|end|>" typed by a user stays text and never ends a
-turn.
+What somebody wrote is encoded without control tokens, so "<|end|>" typed by a user stays text and never ends
+a turn.
 
-Run `python chat.py` to see a dialogue as tokens with its action mask, `python chat.py MODEL` for a model's own
-format.
+Run `python chat.py` to see a dialogue as tokens with its action mask, `python chat.py MODEL` for a model's
+own format.
 """
 
 import argparse
@@ -135,7 +135,8 @@ def plain_tokenizer(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     control = [token for token in state["added_tokens"] if token["content"].strip()]
     state["added_tokens"] = [token for token in state["added_tokens"] if token not in control]
-    plain = Tokenizer.from_str(json.dumps(state | {"post_processor": None, "truncation": None, "padding": None}))
+    plain = Tokenizer.from_str(json.dumps(state
+                                          | {"post_processor": None, "truncation": None, "padding": None}))
     ids = {token["id"] for token in control}
     for token in control:
         if ids & set(plain.encode(token["content"], add_special_tokens=False).ids):
@@ -144,16 +145,17 @@ def plain_tokenizer(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
 
 
 def template_pieces(tokenizer: PreTrainedTokenizerBase, instruction: str) -> tuple[str, str, str]:
-    """Return what a chat template puts before the first user text, between a reply and the next user text, and
-    between a user text and the reply. The instruction is a system message or, if the template has none, the
-    beginning of the first user text.
+    """Return what a chat template puts before the first user text, between a reply and the next user text,
+    and between a user text and the reply. The instruction is a system message or, if the template has none,
+    the beginning of the first user text.
 
     Raises: ValueError if turns do not keep their rendering when others follow.
     """
     marks = [f"text{i}mark" for i in range(5)]
 
     def render(turns: int, system: list[dict]) -> list[str]:
-        roles = [{"role": ("user", "assistant")[i % 2], "content": mark} for i, mark in enumerate(marks[:turns])]
+        roles = [{"role": ("user", "assistant")[i % 2], "content": mark} for i,
+                 mark in enumerate(marks[:turns])]
         text = tokenizer.apply_chat_template(system + roles, tokenize=False, add_generation_prompt=True,
                                              enable_thinking=False, date_string="26 Jul 2024")
         return re.split("|".join(marks), text)
@@ -170,12 +172,13 @@ def template_pieces(tokenizer: PreTrainedTokenizerBase, instruction: str) -> tup
     head, reply, mid, post = twice if len(twice) == 4 else ("",) * 4
     if once != [head, post] or thrice != [head, reply, mid, reply, mid, post] \
             or not re.fullmatch(re.escape(reply) + r"(<think>\s*</think>\s*)?", post):
-        raise ValueError("its chat template renders a turn differently when others follow, or thinks before it "
-                         "replies: no literal prefix, so no token-exact training")
+        raise ValueError("its chat template renders a turn differently when others follow, or thinks before "
+                         "it replies: no literal prefix, so no token-exact training")
     return head + before, mid, post
 
 
-def template_chat(tokenizer: PreTrainedTokenizerBase, instruction: str = "", stop_ids: set[int] = frozenset()) -> Chat:
+def template_chat(tokenizer: PreTrainedTokenizerBase, instruction: str = "",
+                  stop_ids: set[int] = frozenset()) -> Chat:
     """Return a Hugging Face tokenizer with its chat template as a format, `instruction` in front of every
     dialogue.
 
@@ -220,7 +223,7 @@ def located(source: str) -> tuple[str, dict]:
     if path.is_file() and path.suffix == ".gguf":
         return str(path.parent), {"gguf_file": path.name}
     if path.exists() or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(source)):
-        raise ValueError(f"{source} is not a model: no folder, no .gguf file and no id such as Qwen/Qwen3-0.6B")
+        raise ValueError(f"{source} is not a model: no folder, no .gguf file and no id as Qwen/Qwen3-0.6B is")
     return str(source), {}
 
 
@@ -248,7 +251,8 @@ def load_chat(source: str, instruction: str = "") -> Chat:
     except OSError:                                                             # a model need not have one
         stops = None
     try:
-        return template_chat(tokenizer, instruction, {*(stops if isinstance(stops, list) else [stops])} - {None})
+        return template_chat(tokenizer, instruction,
+                             {*(stops if isinstance(stops, list) else [stops])} - {None})
     except (ValueError, TemplateError) as error:
         raise ValueError(f"{source}: {error}") from None
 

@@ -47,7 +47,8 @@ def load_data(config) -> Data:
         train, validation, test = read_splits(config.problems, config.seed)
     else:
         train = generate_problems("train", config.train_problems, config.seed, config.facts)
-        validation = generate_problems("validation", max(config.card_dialogues, config.eval_problems), config.seed, config.facts)
+        validation = generate_problems("validation", max(config.card_dialogues, config.eval_problems),
+                                       config.seed, config.facts)
         test = generate_problems("test", config.test_problems, config.seed, config.facts)
     if config.human_logs:
         data = Data(train, validation, test, *split_logs(read_logs(config.human_logs), config.seed),
@@ -63,7 +64,8 @@ def load_data(config) -> Data:
 
 
 def main() -> None:
-    data = load_data(Namespace(problems="", human_logs="", method="calibrated", seed=0, facts=3, train_problems=8000,
+    data = load_data(Namespace(problems="", human_logs="", method="calibrated", seed=0, facts=3,
+                               train_problems=8000,
                                eval_problems=200, card_dialogues=300, test_problems=1000))
     for name in ("train", "validation", "test", "logs", "held_out", "probes"):
         print(f"{name:10s} {len(getattr(data, name)):5d}")

@@ -30,8 +30,8 @@ def advantages(rewards: Tensor, divide_by_std: bool = True) -> Tensor:
     """Return (P, G) advantages: (r - mean) / std of each group, the std with ddof 0; exactly 0 where all
     rewards agree.
 
-    advantages([[1, 0, 0, 1]]) is [[1, -1, -1, 1]]: mean 0.5, std 0.5. A dialogue that failed has the reward NaN:
-    it counts in neither and has the advantage 0.
+    advantages([[1, 0, 0, 1]]) is [[1, -1, -1, 1]]: mean 0.5, std 0.5. A dialogue that failed has the reward
+    NaN: it counts in neither and has the advantage 0.
 
     Raises: ValueError for groups of one, which have nothing to compare with.
     """
@@ -50,7 +50,8 @@ def advantages(rewards: Tensor, divide_by_std: bool = True) -> Tensor:
 
 def agree(rewards: Tensor) -> Tensor:
     """Return (P, 1), whether all rewards of a group are equal, failed dialogues aside: it teaches nothing."""
-    return rewards.nan_to_num(torch.inf).amin(1, keepdim=True) >= rewards.nan_to_num(-torch.inf).amax(1, keepdim=True)
+    smallest, largest = rewards.nan_to_num(torch.inf).amin(1), rewards.nan_to_num(-torch.inf).amax(1)
+    return (smallest >= largest)[:, None]
 
 
 def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, action_mask: Tensor,

@@ -21,20 +21,26 @@ GB = 1e9
 # sizes from the models' published config.json
 QWEN25 = dict(vocab_size=151_936, num_key_value_heads=2, tie_word_embeddings=True)
 MODELS = {
-    "SmolLM2-135M": LlamaConfig(vocab_size=49_152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
+    "SmolLM2-135M": LlamaConfig(vocab_size=49_152, hidden_size=576, intermediate_size=1536,
+                                num_hidden_layers=30,
                                 num_attention_heads=9, num_key_value_heads=3, tie_word_embeddings=True),
     "Qwen2.5-0.5B": Qwen2Config(**QWEN25, hidden_size=896, intermediate_size=4864, num_hidden_layers=24,
                                 num_attention_heads=14),
-    "Qwen3-0.6B": Qwen3Config(vocab_size=151_936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28,
-                              num_attention_heads=16, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True),
-    "Llama-3.2-1B": LlamaConfig(vocab_size=128_256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16,
+    "Qwen3-0.6B": Qwen3Config(vocab_size=151_936, hidden_size=1024, intermediate_size=3072,
+                              num_hidden_layers=28,
+                              num_attention_heads=16, num_key_value_heads=8, head_dim=128,
+                              tie_word_embeddings=True),
+    "Llama-3.2-1B": LlamaConfig(vocab_size=128_256, hidden_size=2048, intermediate_size=8192,
+                                num_hidden_layers=16,
                                 num_attention_heads=32, num_key_value_heads=8, tie_word_embeddings=True),
     "Qwen2.5-1.5B": Qwen2Config(**QWEN25, hidden_size=1536, intermediate_size=8960, num_hidden_layers=28,
                                 num_attention_heads=12),
-    "Gemma-3-4B": Gemma3TextConfig(vocab_size=262_208, hidden_size=2560, intermediate_size=10_240, num_hidden_layers=34,
-                                   num_attention_heads=8, num_key_value_heads=4, head_dim=256, sliding_window=1024),
-    "Qwen2.5-7B": Qwen2Config(vocab_size=152_064, hidden_size=3584, intermediate_size=18_944, num_hidden_layers=28,
-                              num_attention_heads=28, num_key_value_heads=4)}
+    "Gemma-3-4B": Gemma3TextConfig(vocab_size=262_208, hidden_size=2560, intermediate_size=10_240,
+                                   num_hidden_layers=34,
+                                   num_attention_heads=8, num_key_value_heads=4, head_dim=256,
+                                   sliding_window=1024),
+    "Qwen2.5-7B": Qwen2Config(vocab_size=152_064, hidden_size=3584, intermediate_size=18_944,
+                              num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4)}
 
 
 def size(tensors: list[Tensor]) -> int:
@@ -42,7 +48,8 @@ def size(tensors: list[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def training_bytes(config: PreTrainedConfig, *, lora_rank: int, dialogues: int, tokens: int, actions: int) -> dict:
+def training_bytes(config: PreTrainedConfig, *, lora_rank: int, dialogues: int, tokens: int,
+                   actions: int) -> dict:
     """Return the bytes of each part of training a model in bf16: `dialogues` of so many `tokens`, of which
     `actions` have a loss, in one forward and backward pass.
 
@@ -55,12 +62,13 @@ def training_bytes(config: PreTrainedConfig, *, lora_rank: int, dialogues: int, 
                 parameter.data = parameter.data.to(torch.bfloat16)
             add_adapters(model, lora_rank, seed=0)
         return {"weights": size(list(model.parameters())), "gradients": size(trainable(model)),
-                "optimiser": 2 * size(trainable(model)), "saved": saved_bytes(model, dialogues, tokens, actions)}
+                "optimiser": 2 * size(trainable(model)),
+                "saved": saved_bytes(model, dialogues, tokens, actions)}
 
 
 def saved_bytes(model: Transformer, dialogues: int, tokens: int, actions: int) -> int:
-    """Return what a forward pass keeps for the backward one, weights cast to bf16 included, and the gradient of
-    the logits.
+    """Return what a forward pass keeps for the backward one, weights cast to bf16 included, and the gradient
+    of the logits.
     """
     own, saved = {parameter.untyped_storage()._cdata for parameter in model.parameters()}, {}
 
@@ -85,8 +93,8 @@ def cache_bytes(config: PreTrainedConfig, dialogues: int, tokens: int) -> int:
         return size(cache.keys) + size(cache.values)
 
 
-def run_bytes(policy: PreTrainedConfig, simulator: PreTrainedConfig, *, lora_rank: int, simulator_lora_rank: int,
-              dialogues: int, micro_batch: int, tokens: int, actions: int) -> dict:
+def run_bytes(policy: PreTrainedConfig, simulator: PreTrainedConfig, *, lora_rank: int,
+              simulator_lora_rank: int, dialogues: int, micro_batch: int, tokens: int, actions: int) -> dict:
     """Return the bytes that each phase of a run needs at its peak: all of a step's dialogues are rolled out
     together, `micro_batch` of them go through an update together.
     """
@@ -107,15 +115,18 @@ def run_bytes(policy: PreTrainedConfig, simulator: PreTrainedConfig, *, lora_ran
 def main() -> None:
     print(f"{'GB':14s}{'parameters':>12s}{'bf16':>8s}{'trained in full':>18s}{'trained with rank 32':>22s}")
     for name, config in MODELS.items():
-        full, lora = (training_bytes(config, lora_rank=rank, dialogues=1, tokens=1, actions=1) for rank in (0, 32))
-        states = [sum(parts[part] for part in ("weights", "gradients", "optimiser")) / GB for parts in (full, lora)]
-        print(f"{name:14s}{full['weights'] / 4e9:10.2f} B{full['weights'] / 2 / GB:8.1f}{states[0]:18.1f}{states[1]:22.1f}")
+        full, lora = (training_bytes(config, lora_rank=rank, dialogues=1, tokens=1, actions=1)
+                      for rank in (0, 32))
+        states = [sum(parts[part] for part in ("weights", "gradients", "optimiser")) / GB
+                  for parts in (full, lora)]
+        print(f"{name:14s}{full['weights'] / 4e9:10.2f} B{full['weights'] / 2 / GB:8.1f}"
+              f"{states[0]:18.1f}{states[1]:22.1f}")
     print(f"\n{'preset, GB':14s}{'calibration':>12s}{'rollout':>9s}{'update':>8s}")
     shape = dict(dialogues=64, micro_batch=2, tokens=2000, actions=800)
     for name, policy, simulator, rank in (("gpu", "Qwen2.5-0.5B", "Qwen2.5-1.5B", 0),
                                           ("paper", "Gemma-3-4B", "Qwen2.5-7B", 32)):
         peaks = run_bytes(MODELS[policy], MODELS[simulator], lora_rank=rank, simulator_lora_rank=32, **shape)
-        print(f"{name:14s}{peaks['calibration'] / GB:12.1f}{peaks['rollout'] / GB:9.1f}{peaks['update'] / GB:8.1f}")
+        print(f"{name:14s}" + "{:12.1f}{:9.1f}{:8.1f}".format(*(peak / GB for peak in peaks.values())))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
 """The language model: a decoder-only transformer in plain PyTorch.
 
 RMSNorm, rotary positions, grouped-query attention and a gated feed-forward, as in Llama (arXiv 2302.13971).
-Policy, reference and simulator are all this one class, whether they have 0.1 M parameters or 7 B. Three things
-matter to reinforcement learning on dialogues:
+Policy, reference and simulator are all this one class, whether they have 0.1 M parameters or 7 B. Three
+things matter to reinforcement learning on dialogues:
 
 1. `KVCache` keeps a length per row, because the dialogues of a batch grow at different speeds: every turn
    feeds only what is new, and rows that have nothing new are padded on the right without leaving a trace.
 2. `token_logprobs` is the only place where predictions are shifted by one. Everywhere else index t speaks
    about token t.
-3. `add_adapters` trains a low-rank correction where the whole model does not fit (LoRA); the reference is then
-   the same weights with the adapters off.
+3. `add_adapters` trains a low-rank correction where the whole model does not fit (LoRA); the reference is
+   then the same weights with the adapters off.
 
 Configurations are Hugging Face's and so are the names of the parameters (weights.py reads and writes them).
 What the families differ in:
@@ -36,7 +36,7 @@ from transformers import LlamaConfig, PreTrainedConfig
 
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma3_text")
 ROPES = ("default", "linear", "llama3")
-FULL, SLIDING = "full_attention", "sliding_attention"        # the kinds of layer, as config.layer_types has them
+FULL, SLIDING = "full_attention", "sliding_attention"     # the kinds of layer, as config.layer_types has them
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:
@@ -83,7 +83,8 @@ def check_config(config: PreTrainedConfig) -> None:
         if found:
             raise ValueError(f"{config.model_type} with {name} is not supported")
     D, N, K, E = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, head_size(config)
-    if min(D, N, K, E, config.vocab_size, config.num_hidden_layers, config.intermediate_size) < 1 or N % K or E % 2:
+    if min(D, N, K, E, config.vocab_size, config.num_hidden_layers,
+           config.intermediate_size) < 1 or N % K or E % 2:
         raise ValueError(f"sizes that fit no model: width {D}, {N} query heads, {K} key heads, head size {E}")
 
 
@@ -111,7 +112,8 @@ class KVCache:
     """
 
     def __init__(self, config: PreTrainedConfig, batch: int, device=None, dtype=None):
-        empty = torch.zeros(batch, config.num_key_value_heads, 1, head_size(config), device=device, dtype=dtype)
+        empty = torch.zeros(batch, config.num_key_value_heads, 1, head_size(config), device=device,
+                            dtype=dtype)
         self.keys = [empty] * config.num_hidden_layers
         self.values = [empty] * config.num_hidden_layers
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
@@ -145,7 +147,9 @@ class KVCache:
 
 
 class RMSNorm(nn.Module):
-    """Scale each vector to unit root mean square, then by a learned weight; Gemma learns its offset from 1."""
+    """Scale each vector to unit root mean square, then by a learned weight; Gemma learns its offset from
+    1.
+    """
 
     def __init__(self, width: int, config: PreTrainedConfig):
         super().__init__()
@@ -154,7 +158,7 @@ class RMSNorm(nn.Module):
         self.eps = config.rms_norm_eps
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.gemma:                                         # 1 + a small weight in bf16 would lose the weight
+        if self.gemma:                                      # 1 + a small weight in bf16 would lose the weight
             return F.rms_norm(x.float(), self.weight.shape, 1 + self.weight.float(), self.eps).to(x.dtype)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
@@ -212,7 +216,7 @@ class Attention(nn.Module):
         q, k = rotate(self.q_norm(q), *rope), rotate(self.k_norm(k), *rope)
         if cache is not None:
             k, v = cache.write(self.layer, k, v, slots)                            # (B, K, S, E)
-        if T == 1:           # the query heads of a key head become queries of one head: keys are read once for all
+        if T == 1:      # the query heads of a key head become queries of one head: keys are read once for all
             q = q.view(B, k.shape[1], -1, self.head_size)                          # (B, K, N / K, E)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and T > 1,
                                              scale=self.scale, enable_gqa=T > 1)
@@ -305,7 +309,8 @@ class Transformer(nn.Module):
     def compute_dtype(self) -> torch.dtype:
         """What keys and values come in: autocast's type where it is on, else that of the weights."""
         kind = self.device.type
-        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.lm_head.weight.dtype
+        on = torch.is_autocast_enabled(kind)
+        return torch.get_autocast_dtype(kind) if on else self.lm_head.weight.dtype
 
     def forward(self, tokens: Tensor, cache: KVCache | None = None, counts: Tensor | None = None) -> Tensor:
         """Return the hidden states (B, T, D) of `tokens` (B, T), right padded.
@@ -320,7 +325,8 @@ class Transformer(nn.Module):
             cache.longest = S = cache.longest + T
             cache.reserve(S)
             positions = cache.lengths[:, None] + offsets
-            slots = torch.where(offsets < counts[:, None], positions, cache.capacity)     # padding: the spare slot
+            # padding: the spare slot
+            slots = torch.where(offsets < counts[:, None], positions, cache.capacity)
         x = self.model.embed_tokens(tokens)
         if self.config.model_type == "gemma3_text":
             x = x * torch.tensor(self.config.hidden_size ** 0.5, dtype=x.dtype, device=x.device)
@@ -337,7 +343,9 @@ class Transformer(nn.Module):
         return self.model.norm(x)
 
     def attention_mask(self, positions: Tensor, S: int, kind: str, cached: bool) -> Tensor | None:
-        """Return what each position (B, T) sees of the first S, (B, 1, T, S); None for plain causal attention."""
+        """Return what each position (B, T) sees of the first S, (B, 1, T, S); None for plain causal
+        attention.
+        """
         window = self.config.sliding_window if kind == SLIDING else S
         if not cached and window >= S:
             return None
@@ -372,8 +380,8 @@ def token_logprobs(model: Transformer, tokens: Tensor, mask: Tensor, temperature
 # Adapters ---------------------------------------------------------------------------------------------------
 
 class Adapter(nn.Module):
-    """A frozen linear layer and a trainable correction of low rank to it. Source: LoRA, arXiv 2106.09685, eq. 3
-    with alpha = 2 rank.
+    """A frozen linear layer and a trainable correction of low rank to it. Source: LoRA, arXiv 2106.09685, eq.
+    3 with alpha = 2 rank.
 
     The correction starts at zero: `expand` is zero, `reduce` is not.
     """

@@ -13,7 +13,6 @@ Shapes: B dialogues, T tokens.
 """
 
 import argparse
-import json
 import math
 import sys
 from dataclasses import dataclass
@@ -36,8 +35,8 @@ from weights import load_speaker
 HORIZON = 5                    # assistant turns a dialogue may have: three questions, an answer, one to spare
 MAX_NEW_TOKENS = 48             # tokens a reply may have
 # what a policy that was not fine-tuned is told
-ASSISTANT = """Help the user with a word problem. Only the user knows the facts: ask for what you need, one thing at \
-a time. Then show the sum and end with #### and the number."""
+ASSISTANT = ("Help the user with a word problem. Only the user knows the facts: ask for what you need, one thing "
+             "at a time. Then show the sum and end with #### and the number.")
 
 
 @dataclass
@@ -49,7 +48,7 @@ class Trajectory:
     logprobs: list[float]       # (T,) log-probability of every action when it was sampled, else 0
     messages: list[dict]        # the same dialogue as text
     reward: float               # of the finished dialogue; NaN if it failed
-    ended: str                  # answer, left, horizon, truncated (a context was full) or failed (a server was)
+    ended: str                # answer, left, horizon, truncated (a context was full) or failed (a server was)
     turns: int                  # assistant messages sampled
     cut: int                    # replies that the length limit cut
 
@@ -154,15 +153,6 @@ def wilson(successes: float, n: int) -> list[float]:
     return [max(0.0, (centre - spread) / (1 + z * z / n)), min(1.0, (centre + spread) / (1 + z * z / n))]
 
 
-def append_samples(path: Path, method: str, step: int, trajectories: list[Trajectory]) -> None:
-    """Append dialogues to a JSONL file, a line each; failed ones are left out."""
-    with open(path, "a", encoding="utf-8") as file:
-        for t in (t for t in trajectories if t.ended != "failed"):
-            sample = {"method": method, "step": step, "problem": t.problem.question, "messages": t.messages,
-                      "reward": t.reward, "ended": t.ended}
-            file.write(json.dumps(sample, ensure_ascii=False) + "\n")
-
-
 def find_simulator(policy: str, name: str) -> str:
     """Return the folder of a run's simulator from that of its policy: out/policy or out/METHOD/policy."""
     candidates = [run / f"simulator_{name}" for run in Path(policy).resolve().parents[:2]]
@@ -177,11 +167,13 @@ def fail(message: str) -> None:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Read dialogues, or talk to a policy.", allow_abbrev=False)
-    parser.add_argument("--policy", help="folder, GGUF file or hub id; without one, the logging assistant talks")
+    parser.add_argument("--policy",
+                        help="folder, GGUF file or hub id; without one, the logging assistant talks")
     parser.add_argument("--user", choices=("scripted", "naive", "calibrated", "me"), default="scripted",
                         help="who talks with the policy (default: scripted)")
-    parser.add_argument("--simulator", help="the simulator for --user naive or calibrated, named like --policy, or "
-                                            "http://HOST:PORT/v1#MODEL (default: that of the run of --policy)")
+    parser.add_argument("--simulator",
+                        help="the simulator for --user naive or calibrated, named like --policy, or "
+                                            "http://HOST:PORT/v1#MODEL (default: that of --policy's run)")
     parser.add_argument("--problems", help="JSONL of problems (default: generated test problems)")
     parser.add_argument("--count", type=int, default=3, help="dialogues (default: 3)")
     parser.add_argument("--horizon", type=int, default=HORIZON,

@@ -100,7 +100,7 @@ class Engine:
     @torch.no_grad()
     def share_opening(self) -> None:
         """Read once what all dialogues begin with, an instruction perhaps, and give every row a copy."""
-        start = os.path.commonprefix([ids[:-1] for ids in self.tokens])            # a reply needs a token to follow
+        start = os.path.commonprefix([ids[:-1] for ids in self.tokens])      # a reply needs a token to follow
         if len(start) >= SHARED and len(self.tokens) > 1:
             one = torch.tensor([start], device=self.keys.device)
             cache = KVCache(self.model.config, 1, self.model.device, self.model.compute_dtype)
@@ -138,7 +138,7 @@ class Engine:
         hidden = self.model(padded, self.cache, counts)
         return hidden[torch.arange(len(new), device=hidden.device), counts - 1]
 
-    @torch.no_grad()                            # inference_mode would keep autocast from remembering cast weights
+    @torch.no_grad()                        # inference_mode would keep autocast from remembering cast weights
     def reply(self) -> list[list[int]]:
         """Sample a reply in every live dialogue, append it to its buffer and return its ids.
 

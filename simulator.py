@@ -44,14 +44,16 @@ SUM = re.compile(r"(?<![\d.,+*/-])(?<![-+*/] )(\d{1,12}) ?([-+*]) ?(\d{1,12}) ?=
 NAIVE_USER = f"""\
 You are a user who wants help from an AI assistant with a problem. The assistant cannot see the problem,
 so tell it what it needs to know. The problem comes first; all messages after it are the assistant's. Reply as
-the user, with nothing but the user's next message. If you want to end the conversation, write exactly: {LEAVE}
+the user, with nothing but the user's next message. If you want to end the conversation, write exactly:
+{LEAVE}
 
 The problem:"""
 
 HUMAN_USER = f"""\
 You play a person who is stuck on a problem and types to an AI assistant for help. The assistant cannot see
-the problem; it knows only what the person types. The problem comes first; all messages after it are the assistant's.
-Answer each with the person's next message and nothing else: no name in front, no quotation marks, no notes.
+the problem; it knows only what the person types. The problem comes first; all messages after it are the
+assistant's. Answer each with the person's next message and nothing else: no name in front, no quotation
+marks, no notes.
 
 How the person writes:
 - The first message is short and vague. It says what they want to know and hardly anything else.

@@ -14,10 +14,13 @@ from pathlib import Path
 import torch
 
 from align_sim import calibrate, naive_simulator, sft
-from chat import tiny_chat
+from chat import is_embedded, tiny_chat
+from config import Config
 from data import Data
+from endpoint import is_endpoint
 from logs import told_at_once, write_logs
 from model import Transformer, add_adapters, tiny_config
+from records import log_losses
 from rollout import ASSISTANT
 from sampling import draw_key
 from simulator import NAIVE_USER, human
@@ -30,10 +33,10 @@ def kept(folder: Path, make: Callable[[], Speaker]) -> str:
     return str(folder)
 
 
-def warm_start(config, data: Data) -> tuple[Speaker, list[float]]:
-    """Return the policy fine-tuned on assistant turns, and the losses: three fifths human logs with a mediocre
-    assistant, two fifths fully specified problems with right answers. It can do the sum; what it lacks is the
-    dialogue. The policy is the given one or, if there is none, a tiny one from nothing.
+def warm_start(config: Config, data: Data) -> tuple[Speaker, list[float]]:
+    """Return the policy fine-tuned on assistant turns, and the losses: three fifths human logs with a
+    mediocre assistant, two fifths fully specified problems with right answers. It can do the sum; what it
+    lacks is the dialogue. The policy is the given one or, if there is none, a tiny one from nothing.
     """
     if config.policy:
         model, chat = load_speaker(config.policy, ASSISTANT, config.device)
@@ -46,22 +49,25 @@ def warm_start(config, data: Data) -> tuple[Speaker, list[float]]:
     logged = [log["messages"] for log in write_logs(data.train, human, config.seed)]
     cut = len(logged) * 3 // 5
     examples = [chat.render(messages) for messages in logged[:cut] + shown[cut:]]
-    losses = sft(model, examples, steps=config.sft_steps, batch=config.sft_batch, lr=config.sft_lr, seed=config.seed,
-                 micro_batch=min(16, config.micro_batch), precision=config.precision, title="warm start of the policy")
+    losses = sft(model, examples, steps=config.sft_steps, batch=config.sft_batch, lr=config.sft_lr,
+                 seed=config.seed,
+                 micro_batch=min(16, config.micro_batch), precision=config.precision,
+                 title="warm start of the policy")
     return (model, chat), losses
 
 
-def naive_speaker(config, data: Data) -> tuple[Speaker, list[float]]:
+def naive_speaker(config: Config, data: Data) -> tuple[Speaker, list[float]]:
     """Return the tiny over-helpful simulator, and the losses."""
     chat = tiny_chat()
-    model, losses = naive_simulator(chat, data.train, steps=max(1, config.sft_steps // 2), batch=config.sft_batch,
+    model, losses = naive_simulator(chat, data.train, steps=max(1, config.sft_steps // 2),
+                                    batch=config.sft_batch,
                                     lr=config.sft_lr, seed=config.seed, device=config.device)
     return (model, chat), losses
 
 
-def calibrated_speaker(config, data: Data, naive: str) -> tuple[Speaker, list[float]]:
-    """Return the naive simulator after fine-tuning on human logs, and the losses; with adapters, the rest of it
-    stays frozen in bf16 where the run computes in bf16.
+def calibrated_speaker(config: Config, data: Data, naive: str) -> tuple[Speaker, list[float]]:
+    """Return the naive simulator after fine-tuning on human logs, and the losses; with adapters, the rest of
+    it stays frozen in bf16 where the run computes in bf16.
     """
     rank = config.simulator_lora_rank
     dtype = frozen_dtype(config) if rank else torch.float32
@@ -74,9 +80,45 @@ def calibrated_speaker(config, data: Data, naive: str) -> tuple[Speaker, list[fl
     return (model, chat), losses
 
 
-def frozen_dtype(config) -> torch.dtype:
+def frozen_dtype(config: Config) -> torch.dtype:
     """Return what weights that do not train are held in."""
     return torch.bfloat16 if config.precision == "bf16" else torch.float32
+
+
+def base_policy(config: Config, data: Data) -> Speaker:
+    """Return the policy before reinforcement learning: the given one, warm-started if there is none or if
+    asked.
+    """
+    source, out = config.evaluate or config.policy, Path(config.out)
+    if not source or config.warm_start and not config.evaluate:
+        def make() -> Speaker:
+            speaker, losses = warm_start(config, data)
+            log_losses(out, "policy", losses)
+            return speaker
+        source = kept(out / "base" / "policy", make)
+    return load_speaker(source, ASSISTANT, config.device, frozen_dtype(config) if config.lora_rank
+                        else torch.float32)
+
+
+def load_simulators(config: Config, data: Data, methods: tuple[str, ...]) -> dict[str, Speaker]:
+    """Return the simulators that the methods need: naive, given or tiny, and calibrated, made from it."""
+    out, source, speakers = Path(config.out), config.simulator, {}
+    if not {"naive", "calibrated"} & set(methods) or is_endpoint(source):
+        return speakers
+
+    def make(phase: str, speaker: Speaker, losses: list[float]) -> Speaker:
+        log_losses(out, phase, losses)
+        return speaker
+
+    if not source and config.policy and not is_embedded(config.policy):
+        source = config.policy
+    source = source or kept(out / "simulator_naive", lambda: make("naive", *naive_speaker(config, data)))
+    speakers["naive"] = load_speaker(source, NAIVE_USER, config.device, frozen_dtype(config))
+    if "calibrated" in methods:
+        folder = kept(out / "simulator_calibrated",
+                      lambda: make("calibration", *calibrated_speaker(config, data, source)))
+        speakers["calibrated"] = load_speaker(folder, NAIVE_USER, config.device, frozen_dtype(config))
+    return speakers
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
 A model is named by its folder, by a GGUF file, or by its id on the Hugging Face hub, which downloads it:
 
-    load_model("out/policy")    load_model("SmolLM2-135M-Instruct.Q4_1.gguf")    load_model("Qwen/Qwen2.5-0.5B-Instruct")
+    load_model("out/policy")    load_model("smollm2.gguf")    load_model("Qwen/Qwen2.5-0.5B-Instruct")
 
 transformers reads configuration and weights (sharded, quantised to GGUF, or inside a multimodal checkpoint),
 and our own transformer computes with them. What it does not compute is refused by name before any weight is
@@ -87,16 +87,19 @@ def save_model(model: Transformer, folder: str) -> None:
     model.config.architectures = [ARCHITECTURES[model.config.model_type]]
     model.config.dtype = model.lm_head.weight.dtype
     model.config.save_pretrained(folder)
-    weights = {name: tensor for name, tensor in model.state_dict().items() if ".reduce" not in name and ".expand" not in name}
+    weights = {name: tensor for name, tensor in model.state_dict().items() if ".reduce" not in name
+               and ".expand" not in name}
     weights = {name.replace(".base.", "."): tensor for name, tensor in weights.items()}
-    weights |= {f"{name}.weight": module.merged() for name, module in model.named_modules() if isinstance(module, Adapter)}
+    weights |= {f"{name}.weight": module.merged() for name, module in model.named_modules()
+                if isinstance(module, Adapter)}
     if model.config.tie_word_embeddings:
         del weights["lm_head.weight"]
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()},
               os.path.join(folder, "model.safetensors"), metadata={"format": "pt"})
 
 
-def load_speaker(source: str, instruction: str = "", device: str = "cpu", dtype: torch.dtype = torch.float32) -> Speaker:
+def load_speaker(source: str, instruction: str = "", device: str = "cpu",
+                 dtype: torch.dtype = torch.float32) -> Speaker:
     """Load a model with its chat format; `instruction` stands in front of every dialogue.
 
     Raises: ValueError if either is missing, or if they do not fit each other.
@@ -163,7 +166,8 @@ def fail(message: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Convert a model and its tokenizer into a folder.", allow_abbrev=False)
+    parser = argparse.ArgumentParser(description="Convert a model and its tokenizer into a folder.",
+                                     allow_abbrev=False)
     parser.add_argument("source", help="a folder, a .gguf file or a hub id, which downloads it")
     parser.add_argument("folder", help="folder to write, which must not exist")
     parser.error = fail
@@ -175,7 +179,8 @@ def main() -> None:
         save_speaker(Path(args.folder), model, chat)
     except (ValueError, OSError) as error:
         fail(str(error))
-    print(f"{model.config.model_type}, {sum(p.numel() for p in model.parameters()):,} parameters, in {args.folder}/")
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    print(f"{model.config.model_type}, {parameters:,} parameters, in {args.folder}/")
 
 
 if __name__ == "__main__":

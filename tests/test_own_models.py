@@ -7,6 +7,7 @@ import pytest
 import torch
 from test_templates import CHATML, tokenizer
 
+import config
 import train
 from chat import template_chat
 from endpoint import EndpointUser
@@ -14,7 +15,8 @@ from model import Transformer, tiny_config
 from rollout import graded, rollout
 from simulator import ScriptedUser
 from tasks import generate_problems
-from train import main, parse_config
+from config import parse_config
+from train import main
 from weights import load_model, save_speaker
 
 SMALL = ["--sft-steps", "3", "--calibration-steps", "3", "--steps", "2", "--eval-every", "1", "--eval-problems", "4",
@@ -73,9 +75,9 @@ def test_recorded_log_probabilities_equal_recomputed_ones_under_autocast(own):
 # Presets ----------------------------------------------------------------------------------------------------
 
 def test_a_flag_beats_a_preset_and_a_preset_beats_the_default(own):
-    assert parse_config([]).preset == "tiny" and parse_config([]).lr == train.Config.lr
+    assert parse_config([]).preset == "tiny" and parse_config([]).lr == config.Config.lr
     assert parse_config(["--policy", own]).preset == "own"
-    assert parse_config(["--policy", own]).lr == train.OWN["lr"] != train.Config.lr
+    assert parse_config(["--policy", own]).lr == config.OWN["lr"] != config.Config.lr
     assert parse_config(["--policy", own, "--lr", "0.5"]).lr == 0.5
     assert parse_config(["--preset", "paper"]).policy == "google/gemma-3-4b-it"
     assert parse_config(["--preset", "paper", "--policy", own]).policy == own
@@ -162,7 +164,7 @@ def test_a_prompted_model_can_play_the_human(own, tmp_path, server):
 @pytest.mark.parametrize("arguments, message", [
     ("--simulator SERVER", "fine-tunes the simulator: it cannot be an endpoint"),
     ("--simulator SERVER --method all", "fine-tunes the simulator"),
-    ("--simulator http://127.0.0.1:9 --method naive", "#"), ("--human nobody", "--human must be scripted or an address"),
+    ("--simulator http://127.0.0.1:9 --method naive", "#"), ("--human nobody", "--human must be scripted or http"),
     ("--human http://127.0.0.1:9/v1#m", "127.0.0.1:9"), ("--warm-start", "--warm-start is for a given --policy"),
     ("--simulator missing.gguf", "missing.gguf is not a model")])
 def test_what_cannot_work_is_refused_before_anything_is_written(tmp_path, capsys, server, arguments, message):

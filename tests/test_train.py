@@ -14,7 +14,9 @@ import torch
 from chat import load_chat
 from weights import load_model
 from plot import METHODS
-from train import METRICS, main, parse_config
+from config import parse_config
+from records import METRICS
+from train import main
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["--sft-steps", "6", "--calibration-steps", "4", "--steps", "2", "--eval-every", "1",

@@ -144,7 +144,7 @@ def test_what_we_do_not_compute_is_refused_by_name_before_any_weight_is_read(tmp
 
 @pytest.mark.parametrize("source", ("nowhere", "no where/at all", "missing.gguf", __file__))
 def test_a_path_that_is_no_model_is_refused_without_asking_the_hub(source):
-    with pytest.raises(ValueError, match="is not a model: no folder, no .gguf file and no id such as"):
+    with pytest.raises(ValueError, match="is not a model: no folder, no .gguf file and no id as"):
         load_model(source)
 
 
