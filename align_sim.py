@@ -196,17 +196,31 @@ def opening(chat: Chat, log: dict, m: int) -> list[int]:
 
 
 def sampled_replies(simulator: Transformer, chat: Chat, logs: list[dict], places: list[tuple[int, int]],
-                    seed: int, max_new_tokens: int, batch: int = 256) -> list[str]:
+                    seed: int, max_new_tokens: int, batch: int = 64) -> list[str]:
     """Return what a simulator says at message `m` of log `l` instead of the human, for every (l, m) in
-    `places`.
+    `places`, in the order of the logs. Every log is read once: a sampled reply is taken back, and the human's
+    own is read instead.
     """
-    replies = []
-    for i in range(0, len(places), batch):
-        part = places[i:i + batch]
-        openings = [opening(chat, logs[l], m) for l, m in part]
-        keys = [draw_key(seed, "report card", l, m) for l, m in part]
-        replies += map(chat.text, Engine(simulator, chat, openings, keys, max_new_tokens).reply())
-    return replies
+    turns, replies = {}, {}
+    for l, m in places:
+        turns.setdefault(l, []).append(m)
+    for i in range(0, len(turns), batch):
+        part = list(turns)[i:i + batch]
+        engine = Engine(simulator, chat, [opening(chat, logs[l], turns[l][0]) for l in part], [0] * len(part),
+                        max_new_tokens)
+        for k in range(max(len(turns[l]) for l in part)):
+            rows = [row for row, l in enumerate(part) if k < len(turns[l])]
+            engine.keep(rows)
+            here = [(part[row], turns[part[row]][k]) for row in rows]
+            keys = [draw_key(seed, "report card", l, m) for l, m in here]
+            engine.keys = torch.tensor(keys, device=simulator.device)
+            read = [len(engine.tokens[row]) for row in rows]
+            replies |= {place: chat.text(ids) for place, ids in zip(here, engine.reply())}
+            for row, (l, m), length in zip(rows, here, read):
+                engine.take_back(row, length)
+                if k + 1 < len(turns[l]):
+                    engine.feed(row, opening(chat, logs[l], turns[l][k + 1])[length:])
+    return [replies[place] for place in places]
 
 
 def model_nll(simulator: Transformer, chat: Chat, logs: list[dict]) -> list[tuple[float, float]]:

@@ -1,11 +1,12 @@
-"""The table and the figure.
+"""The table and the figures.
 
 `draw_curves` shows, for every trained method, its score against its own user beside its score against the
 human. Where the two part, the policy has learned the simulator and not the task.
 
-Run `python plot.py` to redraw assets/curves.png from assets/curves.csv and assets/results.csv;
-`python plot.py --record RUN RUN ...` first writes those, and assets/report_card.csv, from finished runs of
-`--method all`.
+Run `python plot.py` to redraw every figure, assets/NAMEcurves.png, from assets/NAMEcurves.csv and
+assets/NAMEresults.csv; `python plot.py --record RUN RUN ...` first writes those, and
+assets/NAMEreport_card.csv, from finished runs. NAME is empty for the embedded world; `--name smollm2_` keeps
+other runs beside it.
 """
 
 import argparse
@@ -92,15 +93,16 @@ def write_csv(path: Path, rows: list[dict]) -> None:
         writer.writerows(rows)
 
 
-def record(runs: list[str]) -> None:
+def record(runs: list[str], prefix: str) -> None:
     """Collect the figures of finished runs into the committed CSV files.
 
-    Raises: ValueError if one is not a finished run of all methods.
+    Raises: ValueError if one is not a finished run, of all methods in the embedded world.
     """
     results, cards, curves = [], [], []
     for run in map(Path, runs):
         result = json.loads((run / "result.json").read_text(encoding="utf-8"))
-        if not isinstance(result, dict) or set(result.get("methods", {})) != set(METHODS):
+        missing = set(METHODS) - set(result.get("methods", {}) if isinstance(result, dict) else {})
+        if missing and not prefix or len(missing) == len(METHODS):
             raise ValueError(f"{run} is not a finished run of --method all")
         seed = result["seed"]
         results += [{"method": method, "seed": seed, "score": r["score"], "low": round(r["ci"][0], 4),
@@ -116,7 +118,7 @@ def record(runs: list[str]) -> None:
                                                          "kl", "tokens")}}
                    for row in read_csv(run / "metrics.csv")]
     for name, rows in (("results", results), ("report_card", cards), ("curves", curves)):
-        write_csv(ASSETS / f"{name}.csv", rows)
+        write_csv(ASSETS / f"{prefix}{name}.csv", rows)
 
 
 def fail(message: str) -> None:
@@ -126,18 +128,22 @@ def fail(message: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Redraw assets/curves.png.", allow_abbrev=False)
+    parser = argparse.ArgumentParser(description="Redraw assets/*curves.png.", allow_abbrev=False)
     parser.add_argument("--record", nargs="+", metavar="RUN", help="finished runs to write assets/*.csv from")
+    parser.add_argument("--name", default="",
+                        help="what the names of these files begin with (default: nothing)")
     parser.error = fail
     args = parser.parse_args()
     try:
         if args.record:
-            record(args.record)
-        base = [float(row["score"]) for row in read_csv(ASSETS / "results.csv") if row["method"] == "base"]
-        rows = [row for row in read_csv(ASSETS / "curves.csv") if row["method"] in ("naive", "calibrated")]
+            record(args.record, args.name)
+        for curves in ASSETS.glob("*curves.csv"):
+            results = read_csv(curves.with_name(curves.name.replace("curves", "results")))
+            base = [float(row["score"]) for row in results if row["method"] == "base"]
+            rows = [row for row in read_csv(curves) if row["method"] in ("naive", "calibrated")]
+            draw_curves(rows, curves.with_suffix(".png"), sum(base) / len(base))
     except (OSError, ValueError) as error:
         fail(str(error))
-    draw_curves(rows, ASSETS / "curves.png", sum(base) / len(base))
 
 
 if __name__ == "__main__":

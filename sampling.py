@@ -114,6 +114,12 @@ class Engine:
         self.action_mask[row] += [0] * len(ids)
         self.logprobs[row] += [0.0] * len(ids)
 
+    def take_back(self, row: int, length: int) -> None:
+        """Forget all but the first `length` tokens of a dialogue."""
+        for values in (self.tokens, self.action_mask, self.logprobs):
+            del values[row][length:]
+        self.cache.lengths[self.live.index(row)].clamp_(max=length)
+
     def keep(self, rows: list[int]) -> None:
         """Let every dialogue but `rows` leave the batch."""
         if rows != self.live:
@@ -131,6 +137,7 @@ class Engine:
         one's last token.
         """
         seen = self.cache.lengths.tolist()
+        self.cache.longest = max(seen)
         new = [self.tokens[row][start:] for row, start in zip(self.live, seen)]
         counts = torch.tensor([len(ids) for ids in new], device=self.keys.device)
         longest = max(len(ids) for ids in new)

@@ -26,6 +26,7 @@ from sampling import draw_key
 from simulator import NAIVE_USER, human
 from weights import Speaker, load_speaker, save_speaker
 
+
 def kept(folder: Path, make: Callable[[], Speaker]) -> str:
     """Return `folder`; if there is no model in it yet, `make` one and keep it there."""
     if not folder.exists():
@@ -50,18 +51,16 @@ def warm_start(config: Config, data: Data) -> tuple[Speaker, list[float]]:
     cut = len(logged) * 3 // 5
     examples = [chat.render(messages) for messages in logged[:cut] + shown[cut:]]
     losses = sft(model, examples, steps=config.sft_steps, batch=config.sft_batch, lr=config.sft_lr,
-                 seed=config.seed,
-                 micro_batch=min(16, config.micro_batch), precision=config.precision,
+                 seed=config.seed, micro_batch=min(16, config.micro_batch), precision=config.precision,
                  title="warm start of the policy")
     return (model, chat), losses
 
 
 def naive_speaker(config: Config, data: Data) -> tuple[Speaker, list[float]]:
     """Return the tiny over-helpful simulator, and the losses."""
-    chat = tiny_chat()
-    model, losses = naive_simulator(chat, data.train, steps=max(1, config.sft_steps // 2),
-                                    batch=config.sft_batch,
-                                    lr=config.sft_lr, seed=config.seed, device=config.device)
+    chat, steps = tiny_chat(), max(1, config.sft_steps // 2)
+    model, losses = naive_simulator(chat, data.train, steps=steps, batch=config.sft_batch, lr=config.sft_lr,
+                                    seed=config.seed, device=config.device)
     return (model, chat), losses
 
 
@@ -96,8 +95,8 @@ def base_policy(config: Config, data: Data) -> Speaker:
             log_losses(out, "policy", losses)
             return speaker
         source = kept(out / "base" / "policy", make)
-    return load_speaker(source, ASSISTANT, config.device, frozen_dtype(config) if config.lora_rank
-                        else torch.float32)
+    dtype = frozen_dtype(config) if config.lora_rank else torch.float32
+    return load_speaker(source, ASSISTANT, config.device, dtype)
 
 
 def load_simulators(config: Config, data: Data, methods: tuple[str, ...]) -> dict[str, Speaker]:

@@ -126,9 +126,8 @@ def train_step(step: int, method: str, config: Config, data: Data, chat: Chat, p
     for rows in (part.flatten() for part in groups.chunk(config.minibatches)):
         with autocast(policy.device, config.precision):
             stats.append(update(policy, optimiser, tokens[rows], action_mask[rows], old_logprobs[rows],
-                                A[rows],
-                                reference=reference, clip_eps=config.clip_eps, kl_coef=config.kl_coef,
-                                micro_batch=config.micro_batch))
+                                A[rows], reference=reference, clip_eps=config.clip_eps,
+                                kl_coef=config.kl_coef, micro_batch=config.micro_batch))
     finished = [t for t in trajectories if t.ended != "failed"]
     return {"method": method, "step": step, "reward": mean(t.reward for t in finished),
             "human_score": None,
@@ -214,12 +213,11 @@ def run(config: Config, data: Data) -> dict:
     simulators, card = load_simulators(config, data, methods), {}
     if "calibrated" in methods:
         card = report_card(data.held_out, {name: model for name, (model, _) in simulators.items()},
-                           simulators["naive"][1],
-                           seed=config.seed, max_new_tokens=config.max_new_tokens, probes=data.probes,
-                           script=human if data.scripted else None)
+                           simulators["naive"][1], seed=config.seed, max_new_tokens=config.max_new_tokens,
+                           probes=data.probes, script=human if data.scripted else None)
         print_report_card(card)
-    # frees the others
-    simulators = {name: speaker for name, speaker in simulators.items() if name in methods}
+    for name in simulators.keys() - set(methods):                      # one that only the report card needed
+        del simulators[name]
     results = {}
     for method in methods:
         started, trains = time.perf_counter(), method not in ("base", "evaluated")
@@ -285,9 +283,8 @@ def main(argv: list[str] | None = None) -> None:
     write_json(out / "result.json", result)
     base = result["methods"].get("base")
     draw_curves(read_rows(out / "metrics.csv"), out / "curves.png", base and base["score"])
-    comparable = config.preset == "tiny" and not (config.problems
-                                                  or config.evaluate) and (ASSETS / "results.csv").exists()
-    print_table(result["methods"], show_recorded=comparable)
+    comparable = config.preset == "tiny" and not (config.problems or config.evaluate)
+    print_table(result["methods"], show_recorded=comparable and (ASSETS / "results.csv").exists())
     minutes, peak = result["seconds"] / 60, result["peak_rss_mb"]
     print(f"{minutes:.1f} minutes, peak memory {peak:.0f} MiB, everything in {out}/")
 

@@ -195,7 +195,7 @@ def test_an_out_folder_that_exists_or_cannot_be_made_is_refused(tmp_path, capsys
 
 def commands(readme):
     """Every `python X.py ...` line of the README's code blocks."""
-    for block in re.findall(r"```(?:sh|bash)?\n(.*?)```", readme, re.S):
+    for block in re.findall(r"```(?:sh|bash)?\n(.*?)```", readme.replace("\\\n", " "), re.S):
         for line in block.splitlines():
             command = re.sub(r"^([A-Z_]+=\S+ )*", "", line).split("  #")[0].strip()
             if command.startswith("python "):

@@ -1,0 +1,54 @@
+"""What memory.py counts on fake tensors, against a small model that is really trained."""
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from memory import MODELS, cache_bytes, run_bytes, size, training_bytes
+from model import KVCache, Transformer, add_adapters, autocast, tiny_config, token_logprobs, trainable
+
+CONFIG = tiny_config(3000, hidden_size=128, intermediate_size=256, num_hidden_layers=3)
+SHAPE = dict(dialogues=3, tokens=50, actions=20)
+
+
+def measured(lora_rank):
+    """The same parts of a real model, after a real optimiser step on 3 dialogues of 50 tokens, 20 of them actions."""
+    model = Transformer(CONFIG)
+    if lora_rank:
+        add_adapters(model.to(torch.bfloat16), lora_rank, seed=0)
+    optimiser = torch.optim.AdamW(trainable(model))
+    mask = torch.zeros(3, 50, dtype=torch.bool)
+    mask[:, -20:] = True
+    own, saved = {p.data_ptr() for p in model.parameters()}, {}
+    with saved_tensors_hooks(lambda t: saved.setdefault(t.data_ptr(), t) is None or t, lambda t: t), \
+            autocast(model.device, "bf16"):
+        loss = -token_logprobs(model, torch.zeros(3, 50, dtype=torch.long), mask).sum()
+    kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved.values()}
+    loss.backward()
+    optimiser.step()
+    moments = [t for state in optimiser.state.values() for name, t in state.items() if name != "step"]
+    return {"weights": size(list(model.parameters())), "gradients": size([p.grad for p in trainable(model)]),
+            "optimiser": size(moments), "saved": sum(n for at, n in kept.items() if at not in own)}
+
+
+@pytest.mark.parametrize("lora_rank", (0, 4))
+def test_the_count_agrees_with_a_small_model_that_is_really_trained(lora_rank):
+    """States to the byte; what is saved for the backward pass within a tenth (and a copy of the logits more)."""
+    counted, real = training_bytes(CONFIG, lora_rank=lora_rank, **SHAPE), measured(lora_rank)
+    saved, logits = counted.pop("saved"), 3 * 20 * 3000 * 4
+    assert abs(saved - logits - real.pop("saved")) < 0.1 * saved
+    assert counted == real
+
+
+def test_the_cache_is_counted_as_it_is_allocated():
+    cache = KVCache(CONFIG, 4, dtype=torch.bfloat16)
+    cache.reserve(30)
+    assert cache_bytes(CONFIG, 4, 30) == size(cache.keys) + size(cache.values)
+
+
+def test_full_training_of_the_papers_policy_does_not_fit_where_adapters_do():
+    """Gemma-3-4B in full needs 16 bytes a parameter, 62 GB, before simulator, reference and activations."""
+    shape = dict(simulator_lora_rank=32, dialogues=64, micro_batch=2, tokens=2000, actions=800)
+    policy, simulator = MODELS["Gemma-3-4B"], MODELS["Qwen2.5-7B"]
+    full, adapters = (max(run_bytes(policy, simulator, lora_rank=rank, **shape).values()) for rank in (0, 32))
+    assert full > 80e9 > adapters
