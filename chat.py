@@ -222,7 +222,7 @@ def located(source: str) -> tuple[str, dict]:
         return str(source), {}
     if path.is_file() and path.suffix == ".gguf":
         return str(path.parent), {"gguf_file": path.name}
-    if path.exists() or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(source)):
+    if path.exists() or path.parent.is_dir() or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(source)):
         raise ValueError(f"{source} is not a model: no folder, no .gguf file and no id as Qwen/Qwen3-0.6B is")
     return str(source), {}
 

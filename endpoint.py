@@ -33,7 +33,7 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnec
 from urllib.parse import urlsplit
 
 from sampling import draw_key
-from simulator import HUMAN_USER, NAIVE_USER, goal_prompt, simulator_messages, split_leave
+from simulator import HUMAN_USER, LEAVE, NAIVE_USER, goal_prompt, simulator_messages, split_leave
 from tasks import Problem, check_text, generate_problems
 
 BUSY = (408, 409, 425, 429)                             # statuses worth another try, like all from 500 on

@@ -35,8 +35,8 @@ from weights import load_speaker
 HORIZON = 5                    # assistant turns a dialogue may have: three questions, an answer, one to spare
 MAX_NEW_TOKENS = 48             # tokens a reply may have
 # what a policy that was not fine-tuned is told
-ASSISTANT = ("Help the user with a word problem. Only the user knows the facts: ask for what you need, one thing "
-             "at a time. Then show the sum and end with #### and the number.")
+ASSISTANT = ("Help the user with a word problem. Only the user knows the facts: ask for what you need, one "
+             "thing at a time. Then show the sum and end with #### and the number.")
 
 
 @dataclass

@@ -47,7 +47,8 @@ def load_config(source: str) -> PreTrainedConfig:
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, **gguf)
     except Exception as error:                       # transformers raises what it likes, ImportError included
-        raise ValueError(f"{source}: no configuration that can be read: {one_line(error)}") from None
+        where = "" if Path(source).exists() else "no such folder, and the hub gives "
+        raise ValueError(f"{source}: {where}no configuration that can be read: {one_line(error)}") from None
     if config.model_type == "gemma3":
         print(f"{source} also sees images: only its language model is loaded")
         config = config.text_config

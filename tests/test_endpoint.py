@@ -11,7 +11,7 @@ import threading
 import time
 
 import pytest
-from conftest import FakeServer, completion
+from conftest import completion
 
 import endpoint
 from endpoint import (HUMAN_USER, LARGEST, NAIVE_USER, EndpointError, EndpointUser, HurriedSocket, Unusable,

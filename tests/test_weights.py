@@ -1,6 +1,7 @@
 """Hugging Face checkpoints in and out: logits of every family, against transformers."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -142,8 +143,9 @@ def test_what_we_do_not_compute_is_refused_by_name_before_any_weight_is_read(tmp
     assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("source", ("nowhere", "no where/at all", "missing.gguf", __file__))
-def test_a_path_that_is_no_model_is_refused_without_asking_the_hub(source):
+@pytest.mark.parametrize("source", ("nowhere", "no where/at all", "missing.gguf", "tests/missing", __file__))
+def test_a_path_that_is_no_model_is_refused_without_asking_the_hub(source, monkeypatch):
+    monkeypatch.chdir(Path(__file__).parent.parent)
     with pytest.raises(ValueError, match="is not a model: no folder, no .gguf file and no id as"):
         load_model(source)
 
