@@ -26,9 +26,9 @@ import re
 import shutil
 import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable
 
 import tiktoken
 from jinja2 import TemplateError
@@ -68,9 +68,7 @@ class Chat:
         return [*self.close(last_id), *self.mid, *self.encode(text), *self.post]
 
     def close(self, last_id: int) -> list[int]:
-        """Return the end-of-turn that a reply ending in `last_id` still lacks. It was not sampled: never
-        an action.
-        """
+        """Return the end-of-turn that a reply still lacks after `last_id`; unsampled, so never an action."""
         return [] if last_id == self.end else [self.end]
 
     def text(self, reply: list[int]) -> str:
@@ -78,8 +76,7 @@ class Chat:
         return self.decode(reply[:-1] if reply and reply[-1] in self.stop_ids else reply)
 
     def render(self, messages: list[dict]) -> tuple[list[int], list[int]]:
-        """Return ids and mask of a finished dialogue; the mask is 1 on assistant texts and their
-        end-of-turns.
+        """Return ids and mask (1 on assistant texts and their end-of-turns) of a finished dialogue.
 
         The ids are those that `open` and `extend` build turn by turn around the same texts.
 
@@ -135,8 +132,8 @@ def plain_tokenizer(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     control = [token for token in state["added_tokens"] if token["content"].strip()]
     state["added_tokens"] = [token for token in state["added_tokens"] if token not in control]
-    plain = Tokenizer.from_str(json.dumps(state
-                                          | {"post_processor": None, "truncation": None, "padding": None}))
+    state |= {"post_processor": None, "truncation": None, "padding": None}
+    plain = Tokenizer.from_str(json.dumps(state))
     ids = {token["id"] for token in control}
     for token in control:
         if ids & set(plain.encode(token["content"], add_special_tokens=False).ids):
@@ -145,17 +142,17 @@ def plain_tokenizer(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
 
 
 def template_pieces(tokenizer: PreTrainedTokenizerBase, instruction: str) -> tuple[str, str, str]:
-    """Return what a chat template puts before the first user text, between a reply and the next user text,
-    and between a user text and the reply. The instruction is a system message or, if the template has none,
-    the beginning of the first user text.
+    """Return what a chat template puts before a dialogue, after a reply, and before one: head, mid, post.
+
+    The instruction is a system message or, if the template has none, the beginning of the first user text.
 
     Raises: ValueError if turns do not keep their rendering when others follow.
     """
     marks = [f"text{i}mark" for i in range(5)]
 
     def render(turns: int, system: list[dict]) -> list[str]:
-        roles = [{"role": ("user", "assistant")[i % 2], "content": mark} for i,
-                 mark in enumerate(marks[:turns])]
+        roles = [{"role": ("user", "assistant")[i % 2], "content": mark}
+                 for i, mark in enumerate(marks[:turns])]
         text = tokenizer.apply_chat_template(system + roles, tokenize=False, add_generation_prompt=True,
                                              enable_thinking=False, date_string="26 Jul 2024")
         return re.split("|".join(marks), text)
@@ -179,8 +176,7 @@ def template_pieces(tokenizer: PreTrainedTokenizerBase, instruction: str) -> tup
 
 def template_chat(tokenizer: PreTrainedTokenizerBase, instruction: str = "",
                   stop_ids: set[int] = frozenset()) -> Chat:
-    """Return a Hugging Face tokenizer with its chat template as a format, `instruction` in front of every
-    dialogue.
+    """Return a Hugging Face tokenizer with its chat template as a format that begins with `instruction`.
 
     Hybrid thinking models run with thinking off: the empty block stays in the buffer where the template would
     strip it from history.
@@ -227,14 +223,20 @@ def located(source: str) -> tuple[str, dict]:
     return str(source), {}
 
 
+def one_line(error: Exception) -> str:
+    """Return the beginning of a message of several lines, as one."""
+    return " ".join(str(error).split())[:160]
+
+
 def is_embedded(source: str) -> bool:
     """Whether a folder holds a model that speaks the embedded format."""
     return (Path(source) / TIKTOKEN).is_file()
 
 
 def load_chat(source: str, instruction: str = "") -> Chat:
-    """Return the chat format of a model: folder, GGUF file or hub id. The embedded format, which knows no
-    instructions, has none.
+    """Return the chat format of a model: folder, GGUF file or hub id.
+
+    The embedded format knows no instructions.
 
     Raises: ValueError if there is no tokenizer, or none with a usable chat template.
     """
@@ -244,8 +246,7 @@ def load_chat(source: str, instruction: str = "") -> Chat:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **gguf)
     except Exception as error:                               # of any type: transformers, tokenizers, network
-        reason = " ".join(str(error).split())[:160]
-        raise ValueError(f"{source} has no tokenizer that can be read: {reason}") from None
+        raise ValueError(f"{source} has no tokenizer that can be read: {one_line(error)}") from None
     try:
         stops = GenerationConfig.from_pretrained(folder).eos_token_id
     except OSError:                                                             # a model need not have one

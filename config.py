@@ -72,7 +72,8 @@ class Config:
                               minimum=1)
     max_new_tokens: int = option(MAX_NEW_TOKENS, "tokens a reply may have", minimum=1)
     max_failed: float = option(0.2, "share of a step's dialogues that servers and grader may fail", minimum=0)
-    warm_start: bool = option(False, "fine-tune a given --policy on the logs first, as the tiny one is")
+    warm_start: bool = option(False, "fine-tune a given --policy first, as the tiny one is: on the "
+                                     "scripted human's logs and worked answers")
     sft_steps: int = option(SFT_STEPS, "warm-start steps of the policy; the tiny naive simulator takes half",
                             minimum=1)
     calibration_steps: int = option(CALIBRATION_STEPS, "fine-tuning steps of the simulator on human logs",
@@ -108,13 +109,16 @@ def parse_config(argv: list[str] | None = None, description: str = "") -> Config
     given = vars(parser.parse_args(argv))
     policy = given.get("policy") or given.get("evaluate")
     preset = given.get("preset") or ("own" if policy and not is_embedded(policy) else "tiny")
-    config = Config(**PRESETS[preset] | given | {"preset": preset})
+    defaults = PRESETS[preset] | ({"policy": ""} if "evaluate" in given else {})
+    config = Config(**defaults | given | {"preset": preset})
     if not config.precision:
         config = replace(config, precision="bf16" if config.device == "cuda" and preset != "tiny" else "fp32")
     for f in fields(Config):
         value, minimum = getattr(config, f.name), f.metadata["minimum"]
         if minimum is not None and not (minimum <= value < math.inf):
             fail(f"--{f.name.replace('_', '-')} must be at least {minimum}, got {value}")
+    if config.max_failed >= 1:
+        fail(f"--max-failed must be below 1, got {config.max_failed}")
     return config
 
 

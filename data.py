@@ -4,9 +4,9 @@ Run `python data.py` to see how many of each the default run has.
 """
 
 import random
-from argparse import Namespace
 from dataclasses import dataclass
 
+from config import Config
 from logs import logged_contexts, read_logs, split_logs, write_logs, write_probes
 from sampling import draw_key
 from simulator import human
@@ -38,8 +38,8 @@ def read_splits(path: str, seed: int) -> tuple[list[Problem], list[Problem], lis
     return rows[2 * tenth:], rows[:tenth], rows[tenth:2 * tenth]
 
 
-def load_data(config) -> Data:
-    """Read or generate problems and human logs, as the fields of train.py's configuration say.
+def load_data(config: Config) -> Data:
+    """Read or generate problems and human logs, as the configuration says.
 
     Raises: ValueError naming the file and the line of what is wrong.
     """
@@ -64,9 +64,7 @@ def load_data(config) -> Data:
 
 
 def main() -> None:
-    data = load_data(Namespace(problems="", human_logs="", method="calibrated", seed=0, facts=3,
-                               train_problems=8000,
-                               eval_problems=200, card_dialogues=300, test_problems=1000))
+    data = load_data(Config())
     for name in ("train", "validation", "test", "logs", "held_out", "probes"):
         print(f"{name:10s} {len(getattr(data, name)):5d}")
 

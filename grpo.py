@@ -26,6 +26,12 @@ from torch import Tensor
 from model import Transformer, token_logprobs
 
 
+def agree(rewards: Tensor) -> Tensor:
+    """Return (P, 1), whether all rewards of a group are equal, failed dialogues aside: it teaches nothing."""
+    smallest, largest = rewards.nan_to_num(torch.inf).amin(1), rewards.nan_to_num(-torch.inf).amax(1)
+    return (smallest >= largest)[:, None]
+
+
 def advantages(rewards: Tensor, divide_by_std: bool = True) -> Tensor:
     """Return (P, G) advantages: (r - mean) / std of each group, the std with ddof 0; exactly 0 where all
     rewards agree.
@@ -48,15 +54,8 @@ def advantages(rewards: Tensor, divide_by_std: bool = True) -> Tensor:
     return torch.where(agree(rewards), 0.0, centred)
 
 
-def agree(rewards: Tensor) -> Tensor:
-    """Return (P, 1), whether all rewards of a group are equal, failed dialogues aside: it teaches nothing."""
-    smallest, largest = rewards.nan_to_num(torch.inf).amin(1), rewards.nan_to_num(-torch.inf).amax(1)
-    return (smallest >= largest)[:, None]
-
-
 def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, action_mask: Tensor,
-                normaliser: float,
-                clip_eps: float = 0.2, ref_logprobs: Tensor | None = None,
+                normaliser: float, clip_eps: float = 0.2, ref_logprobs: Tensor | None = None,
                 kl_coef: float = 0.0) -> tuple[Tensor, dict]:
     """Return the loss of some dialogues and sums over their actions, for the log.
 
@@ -84,10 +83,9 @@ def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, acti
 
 
 def update(policy: Transformer, optimiser: torch.optim.Optimizer, tokens: Tensor, action_mask: Tensor,
-           old_logprobs: Tensor,
-           advantages: Tensor, *, reference: Transformer | None = None, clip_eps: float = 0.2,
-           kl_coef: float = 0.0,
-           max_grad_norm: float = 1.0, micro_batch: int = 64) -> dict:
+           old_logprobs: Tensor, advantages: Tensor, *, reference: Transformer | None = None,
+           clip_eps: float = 0.2, kl_coef: float = 0.0, max_grad_norm: float = 1.0,
+           micro_batch: int = 64) -> dict:
     """Take one optimiser step on B dialogues and return its statistics.
 
     Dialogues are sorted by length, so that a micro-batch carries little padding. If `reference` is given, the

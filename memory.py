@@ -1,8 +1,8 @@
 """How much memory a run takes on the GPU, counted before any weight is downloaded.
 
 Weights, gradients and optimiser state follow from the configuration. What the update saves for its backward
-pass is counted on *fake* tensors, which have shapes and no contents: the very lines that train are run on
-them, so nothing here can differ from them.
+pass is counted by running model.py on *fake* CPU tensors, which have shapes and no contents. A GPU may save
+more: autocast keeps norms in fp32 there, and attention may take another kernel.
 
 Run `python memory.py` to print the README's table.
 
@@ -48,24 +48,6 @@ def size(tensors: list[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def training_bytes(config: PreTrainedConfig, *, lora_rank: int, dialogues: int, tokens: int,
-                   actions: int) -> dict:
-    """Return the bytes of each part of training a model in bf16: `dialogues` of so many `tokens`, of which
-    `actions` have a loss, in one forward and backward pass.
-
-    Master weights, gradients and both moments of AdamW are fp32; a frozen base is bf16.
-    """
-    with FakeTensorMode():
-        model = Transformer(config, seed=None)
-        if lora_rank:
-            for parameter in model.parameters():
-                parameter.data = parameter.data.to(torch.bfloat16)
-            add_adapters(model, lora_rank, seed=0)
-        return {"weights": size(list(model.parameters())), "gradients": size(trainable(model)),
-                "optimiser": 2 * size(trainable(model)),
-                "saved": saved_bytes(model, dialogues, tokens, actions)}
-
-
 def saved_bytes(model: Transformer, dialogues: int, tokens: int, actions: int) -> int:
     """Return what a forward pass keeps for the backward one, weights cast to bf16 included, and the gradient
     of the logits.
@@ -85,11 +67,29 @@ def saved_bytes(model: Transformer, dialogues: int, tokens: int, actions: int) -
     return sum(storage.nbytes() for storage in saved.values()) + logits.nbytes
 
 
+def training_bytes(config: PreTrainedConfig, *, lora_rank: int, dialogues: int, tokens: int,
+                   actions: int) -> dict:
+    """Return the bytes of each part of training a model in bf16: `dialogues` of so many `tokens`, of which
+    `actions` have a loss, in one forward and backward pass.
+
+    Master weights, gradients and both moments of AdamW are fp32; a frozen base is bf16.
+    """
+    with FakeTensorMode():
+        model = Transformer(config, seed=None)
+        if lora_rank:
+            for parameter in model.parameters():
+                parameter.data = parameter.data.to(torch.bfloat16)
+            add_adapters(model, lora_rank, seed=0)
+        return {"weights": size(list(model.parameters())), "gradients": size(trainable(model)),
+                "optimiser": 2 * size(trainable(model)),
+                "saved": saved_bytes(model, dialogues, tokens, actions)}
+
+
 def cache_bytes(config: PreTrainedConfig, dialogues: int, tokens: int) -> int:
-    """Return the bytes of the keys and values of some dialogues, in bf16."""
+    """Return the bytes of keys and values at most, in bf16: the capacity doubles when it is full."""
     with FakeTensorMode():
         cache = KVCache(config, dialogues, dtype=torch.bfloat16)
-        cache.reserve(tokens)
+        cache.reserve(2 * tokens)
         return size(cache.keys) + size(cache.values)
 
 
@@ -101,12 +101,12 @@ def run_bytes(policy: PreTrainedConfig, simulator: PreTrainedConfig, *, lora_ran
     shape = dict(dialogues=micro_batch, tokens=tokens, actions=actions)
     ours, theirs = (training_bytes(config, lora_rank=rank, **shape)
                     for config, rank in ((policy, lora_rank), (simulator, simulator_lora_rank)))
-    half = {name: training_bytes(config, lora_rank=1, dialogues=1, tokens=1, actions=1)["weights"]
+    bf16 = {name: training_bytes(config, lora_rank=1, dialogues=1, tokens=1, actions=1)["weights"]
             for name, config in (("policy", policy), ("simulator", simulator))}
-    reference = 0 if lora_rank else half["policy"]
-    frozen = half["simulator"] + reference
+    reference = 0 if lora_rank else bf16["policy"]
+    frozen = bf16["simulator"] + reference
     caches = cache_bytes(policy, dialogues, tokens) + cache_bytes(simulator, dialogues, tokens)
-    cast = 0 if lora_rank else half["policy"]                            # the weights that autocast remembers
+    cast = 0 if lora_rank else bf16["policy"]                            # the weights that autocast remembers
     return {"calibration": sum(theirs.values()) + ours["weights"],
             "rollout": ours["weights"] + ours["optimiser"] + cast + frozen + caches,
             "update": sum(ours.values()) + frozen}

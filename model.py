@@ -42,7 +42,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"     # the kinds of layer, 
 def autocast(device: torch.device, precision: str) -> torch.autocast:
     """Return the context in which matrices multiply in bf16 if `precision` says so; weights stay in fp32.
 
-    Weights are cast once a context, so it must not span an optimiser step.
+    Weights are cast once a context: nothing may be computed in it after an optimiser step.
     """
     return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
 
@@ -60,6 +60,21 @@ def tiny_config(vocab_size: int, **sizes) -> LlamaConfig:
                           "rms_norm_eps": 1e-5,
                           "tie_word_embeddings": True,             # one matrix for embedding and head
                           "bos_token_id": None, "eos_token_id": None} | sizes)
+
+
+def head_size(config: PreTrainedConfig) -> int:
+    """Return E."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def layer_types(config: PreTrainedConfig) -> list[str]:
+    """Return the kind of every layer."""
+    return getattr(config, "layer_types", None) or [FULL] * config.num_hidden_layers
+
+
+def rope_parameters(config: PreTrainedConfig, kind: str) -> dict:
+    """Return the rotary options of a kind of layer; only Gemma's kinds differ."""
+    return config.rope_parameters.get(kind, config.rope_parameters)
 
 
 def check_config(config: PreTrainedConfig) -> None:
@@ -86,21 +101,6 @@ def check_config(config: PreTrainedConfig) -> None:
     if min(D, N, K, E, config.vocab_size, config.num_hidden_layers,
            config.intermediate_size) < 1 or N % K or E % 2:
         raise ValueError(f"sizes that fit no model: width {D}, {N} query heads, {K} key heads, head size {E}")
-
-
-def head_size(config: PreTrainedConfig) -> int:
-    """Return E."""
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-
-def layer_types(config: PreTrainedConfig) -> list[str]:
-    """Return the kind of every layer."""
-    return getattr(config, "layer_types", None) or [FULL] * config.num_hidden_layers
-
-
-def rope_parameters(config: PreTrainedConfig, kind: str) -> dict:
-    """Return the rotary options of a kind of layer; only Gemma's kinds differ."""
-    return config.rope_parameters.get(kind, config.rope_parameters)
 
 
 class KVCache:
@@ -134,7 +134,9 @@ class KVCache:
 
     def keep(self, rows: Tensor) -> None:
         """Drop every dialogue but `rows`."""
-        self.keys, self.values = [k[rows] for k in self.keys], [v[rows] for v in self.values]
+        for tensors in (self.keys, self.values):
+            for layer, old in enumerate(tensors):
+                tensors[layer] = old[rows]                     # a layer at a time: never two whole caches
         self.lengths = self.lengths[rows]
         self.longest = int(self.lengths.max()) if len(self.lengths) else 0
 
@@ -147,9 +149,7 @@ class KVCache:
 
 
 class RMSNorm(nn.Module):
-    """Scale each vector to unit root mean square, then by a learned weight; Gemma learns its offset from
-    1.
-    """
+    """Scale each vector to unit root mean square, then by a learned weight (Gemma: 1 + weight)."""
 
     def __init__(self, width: int, config: PreTrainedConfig):
         super().__init__()
@@ -160,7 +160,8 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.gemma:                                      # 1 + a small weight in bf16 would lose the weight
             return F.rms_norm(x.float(), self.weight.shape, 1 + self.weight.float(), self.eps).to(x.dtype)
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        out = F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return out.to(x.dtype)                                         # CUDA's autocast returns fp32
 
 
 def frequencies(config: PreTrainedConfig, kind: str, device) -> Tensor:
@@ -238,8 +239,9 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention, then feed-forward, each behind a norm and added to the stream. Gemma also norms
-    what is added, and calls the four norms by other names.
+    """One layer: attention, then feed-forward, each normed first and added to the stream.
+
+    Gemma also norms what is added, and calls the four norms by other names.
     """
 
     def __init__(self, config: PreTrainedConfig, layer: int):

@@ -48,7 +48,8 @@ def print_table(results: dict[str, dict], show_recorded: bool) -> None:
         elif method in recorded:
             score = sum(recorded[method]) / len(recorded[method])
             print(layout.format(method, f"{100 * score:.1f} (recorded)", "-", "-", "-", paper))
-    print("Per cent solved. Ours: a tiny model, a scripted human; the paper's: Gemma-3-4B-IT on MATH-Chat.")
+    print("Per cent solved" + (", a tiny model with a scripted human" if show_recorded else "")
+          + "; the paper's: Gemma-3-4B-IT on MATH-Chat.")
 
 
 def draw_curves(rows: list[dict], path: Path | str, base: float | None) -> None:
@@ -103,17 +104,16 @@ def record(runs: list[str], prefix: str) -> None:
         result = json.loads((run / "result.json").read_text(encoding="utf-8"))
         missing = set(METHODS) - set(result.get("methods", {}) if isinstance(result, dict) else {})
         if missing and not prefix or len(missing) == len(METHODS):
-            raise ValueError(f"{run} is not a finished run of --method all")
+            raise ValueError(f"{run} is not a finished run" + ("" if prefix else " of --method all"))
         seed = result["seed"]
-        results += [{"method": method, "seed": seed, "score": r["score"], "low": round(r["ci"][0], 4),
-                     "high": round(r["ci"][1], 4),
-                     "turns": round(r["turns"], 3), "seconds": round(r["seconds"], 1),
-                     "run_seconds": round(result["seconds"], 1),
+        results += [{"method": method, "seed": seed, "score": r["score"],
+                     "low": round(r["ci"][0], 4), "high": round(r["ci"][1], 4), "turns": round(r["turns"], 3),
+                     "seconds": round(r["seconds"], 1), "run_seconds": round(result["seconds"], 1),
                      "peak_rss_mb": round(result["peak_rss_mb"])} for method, r in result["methods"].items()]
         cards += [{"measure": measure, "speaker": speaker, "seed": seed, "value": value, "low": low,
                    "high": high}
-                  for measure, row in result["report_card"].items() for speaker,
-                  (value, low, high) in row.items()]
+                  for measure, row in result["report_card"].items()
+                  for speaker, (value, low, high) in row.items()]
         curves += [{"seed": seed, **{k: row[k] for k in ("method", "step", "reward", "human_score", "turns",
                                                          "kl", "tokens")}}
                    for row in read_csv(run / "metrics.csv")]

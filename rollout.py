@@ -53,6 +53,16 @@ class Trajectory:
     cut: int                    # replies that the length limit cut
 
 
+def graded(problem: Problem, dialogue: list[dict], ended: str) -> tuple[float, str]:
+    """Return a dialogue's reward and how it ended; NaN and "failed" if a server or the grader failed it."""
+    if ended != "answer":
+        return (math.nan if ended == "failed" else 0.0), ended
+    try:
+        return reward(problem, dialogue[-1]["content"]), ended
+    except GradingError:
+        return math.nan, "failed"
+
+
 def rollout(policy: Transformer, chat: Chat, user, problems: list[Problem], keys: list[tuple], *,
             horizon: int, max_new_tokens: int, contexts: list[list[dict]] | None = None) -> list[Trajectory]:
     """Let the policy finish one dialogue a problem and return them in the same order.
@@ -105,16 +115,6 @@ def rollout(policy: Transformer, chat: Chat, user, problems: list[Problem], keys
     rewards = [graded(*dialogue) for dialogue in zip(problems, dialogues, ended)]
     return [Trajectory(problems[row], engine.tokens[row], engine.action_mask[row], engine.logprobs[row],
                        dialogues[row], *rewards[row], turns[row], cut[row]) for row in range(B)]
-
-
-def graded(problem: Problem, dialogue: list[dict], ended: str) -> tuple[float, str]:
-    """Return a dialogue's reward and how it ended; NaN and "failed" if a server or the grader failed it."""
-    if ended != "answer":
-        return (math.nan if ended == "failed" else 0.0), ended
-    try:
-        return reward(problem, dialogue[-1]["content"]), ended
-    except GradingError:
-        return math.nan, "failed"
 
 
 def pad(trajectories: list[Trajectory], device=None) -> tuple[Tensor, Tensor, Tensor]:
@@ -180,6 +180,7 @@ def parse_args() -> argparse.Namespace:
                         help=f"assistant turns a dialogue may have (default: {HORIZON})")
     parser.add_argument("--max-new-tokens", type=int, default=MAX_NEW_TOKENS,
                         help=f"tokens a reply may have (default: {MAX_NEW_TOKENS})")
+    parser.add_argument("--device", choices=("cpu", "cuda", "mps"), default="cpu", help="(default: cpu)")
     parser.add_argument("--seed", type=int, default=0, help="of every random draw (default: 0)")
     parser.error = fail
     args = parser.parse_args()
@@ -200,7 +201,7 @@ def chosen_user(args: argparse.Namespace):
     source = args.simulator or find_simulator(args.policy, args.user)
     if is_endpoint(source):
         return EndpointUser(source, NAIVE_USER, max_new_tokens=args.max_new_tokens)
-    return ModelUser(*load_speaker(source, NAIVE_USER), args.max_new_tokens)
+    return ModelUser(*load_speaker(source, NAIVE_USER, args.device), args.max_new_tokens)
 
 
 def main() -> None:
@@ -217,7 +218,7 @@ def main() -> None:
                 print(f"\n[{log['goal']}]  (answer {problem.answer})")
                 print_messages(log["messages"])
             return
-        user, (policy, chat) = chosen_user(args), load_speaker(args.policy, ASSISTANT)
+        user, (policy, chat) = chosen_user(args), load_speaker(args.policy, ASSISTANT, args.device)
         keys = [(args.seed, "show", 0, problem.id, 0) for problem in problems]
         trajectories = rollout(policy, chat, user, problems, keys, horizon=args.horizon,
                                max_new_tokens=args.max_new_tokens)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from align_sim import calibrate, naive_simulator, sft
+from align_sim import calibrate, naive_simulator
 from chat import is_embedded, tiny_chat
 from config import Config
 from data import Data
@@ -23,6 +23,7 @@ from model import Transformer, add_adapters, tiny_config
 from records import log_losses
 from rollout import ASSISTANT
 from sampling import draw_key
+from sft import sft
 from simulator import NAIVE_USER, human
 from weights import Speaker, load_speaker, save_speaker
 
@@ -35,9 +36,11 @@ def kept(folder: Path, make: Callable[[], Speaker]) -> str:
 
 
 def warm_start(config: Config, data: Data) -> tuple[Speaker, list[float]]:
-    """Return the policy fine-tuned on assistant turns, and the losses: three fifths human logs with a
-    mediocre assistant, two fifths fully specified problems with right answers. It can do the sum; what it
-    lacks is the dialogue. The policy is the given one or, if there is none, a tiny one from nothing.
+    """Return the policy fine-tuned on assistant turns, and the losses.
+
+    Three fifths are the scripted human's logs with a mediocre assistant, two fifths fully specified problems
+    with right answers: it can do the sum; what it lacks is the dialogue. The policy is the given one or, if
+    there is none, a tiny one from nothing.
     """
     if config.policy:
         model, chat = load_speaker(config.policy, ASSISTANT, config.device)
@@ -64,9 +67,15 @@ def naive_speaker(config: Config, data: Data) -> tuple[Speaker, list[float]]:
     return (model, chat), losses
 
 
+def frozen_dtype(config: Config) -> torch.dtype:
+    """Return what weights that do not train are held in."""
+    return torch.bfloat16 if config.precision == "bf16" else torch.float32
+
+
 def calibrated_speaker(config: Config, data: Data, naive: str) -> tuple[Speaker, list[float]]:
-    """Return the naive simulator after fine-tuning on human logs, and the losses; with adapters, the rest of
-    it stays frozen in bf16 where the run computes in bf16.
+    """Return the naive simulator after fine-tuning on human logs, and the losses.
+
+    With adapters, the rest of it stays frozen, in bf16 where the run computes in bf16.
     """
     rank = config.simulator_lora_rank
     dtype = frozen_dtype(config) if rank else torch.float32
@@ -79,15 +88,8 @@ def calibrated_speaker(config: Config, data: Data, naive: str) -> tuple[Speaker,
     return (model, chat), losses
 
 
-def frozen_dtype(config: Config) -> torch.dtype:
-    """Return what weights that do not train are held in."""
-    return torch.bfloat16 if config.precision == "bf16" else torch.float32
-
-
 def base_policy(config: Config, data: Data) -> Speaker:
-    """Return the policy before reinforcement learning: the given one, warm-started if there is none or if
-    asked.
-    """
+    """Return the policy before reinforcement learning: the given one, or one warm-started."""
     source, out = config.evaluate or config.policy, Path(config.out)
     if not source or config.warm_start and not config.evaluate:
         def make() -> Speaker:
@@ -101,9 +103,9 @@ def base_policy(config: Config, data: Data) -> Speaker:
 
 def load_simulators(config: Config, data: Data, methods: tuple[str, ...]) -> dict[str, Speaker]:
     """Return the simulators that the methods need: naive, given or tiny, and calibrated, made from it."""
-    out, source, speakers = Path(config.out), config.simulator, {}
+    out, source = Path(config.out), config.simulator
     if not {"naive", "calibrated"} & set(methods) or is_endpoint(source):
-        return speakers
+        return {}
 
     def make(phase: str, speaker: Speaker, losses: list[float]) -> Speaker:
         log_losses(out, phase, losses)
@@ -112,12 +114,12 @@ def load_simulators(config: Config, data: Data, methods: tuple[str, ...]) -> dic
     if not source and config.policy and not is_embedded(config.policy):
         source = config.policy
     source = source or kept(out / "simulator_naive", lambda: make("naive", *naive_speaker(config, data)))
-    speakers["naive"] = load_speaker(source, NAIVE_USER, config.device, frozen_dtype(config))
+    folders = {"naive": source}
     if "calibrated" in methods:
-        folder = kept(out / "simulator_calibrated",
-                      lambda: make("calibration", *calibrated_speaker(config, data, source)))
-        speakers["calibrated"] = load_speaker(folder, NAIVE_USER, config.device, frozen_dtype(config))
-    return speakers
+        folders["calibrated"] = kept(out / "simulator_calibrated",
+                                     lambda: make("calibration", *calibrated_speaker(config, data, source)))
+    return {name: load_speaker(folder, NAIVE_USER, config.device, frozen_dtype(config))
+            for name, folder in folders.items()}
 
 
 def main() -> None:

@@ -31,7 +31,6 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from align_sim import print_report_card, report_card
 from chat import Chat
 from config import Config, fail, parse_config
 from data import Data, load_data
@@ -41,6 +40,7 @@ from logs import logged_contexts
 from model import Transformer, add_adapters, autocast, reference_of, trainable
 from plot import ASSETS, METHODS, draw_curves, print_table
 from records import METRICS, append_csv, append_samples, forget_after, mean, print_row, read_rows, write_json
+from report_card import print_report_card, report_card
 from rollout import Trajectory, evaluate, pad, rollout, solved, wilson
 from sampling import draw_key
 from simulator import HUMAN_USER, NAIVE_USER, ModelUser, ScriptedUser, human
@@ -63,10 +63,11 @@ def refuse_another_run(config: Config) -> None:
     free = ("resume", "out", "steps")
     changed = [name for name, value in asdict(config).items() if name not in free
                and before.get(name) != value]
-    if changed or before.get("steps", 0) > config.steps:
+    if changed:
         flags = ", ".join("--" + name.replace("_", "-") for name in changed)
-        flags = flags or f"--steps above {config.steps}"
         raise ValueError(f"{out} was started with another {flags}: resume it with the same")
+    if before.get("steps", 0) > config.steps:
+        raise ValueError(f"{out} was started with --steps {before['steps']}: resume it with as many or more")
 
 
 # Reinforcement learning -------------------------------------------------------------------------------------
@@ -97,16 +98,14 @@ def refuse_failures(trajectories: list[Trajectory], user, largest: float) -> int
     failed = sum(t.ended == "failed" for t in trajectories)
     if failed > largest * len(trajectories):
         raise EndpointError(f"{failed} of {len(trajectories)} dialogues failed, the last because of: "
-                            f"{getattr(user, 'last_failure', None) or 'the grader'}")
+                            f"{getattr(user, 'last_failure', '') or 'the grader came to no verdict'}")
     return failed
 
 
 def train_step(step: int, method: str, config: Config, data: Data, chat: Chat, policy: Transformer,
                reference: Transformer, optimiser, user,
                contexts: dict | None) -> tuple[dict, list[Trajectory]]:
-    """Roll out P problems times G dialogues, take the optimiser steps, and return the row of metrics and
-    the dialogues.
-    """
+    """Roll out P*G dialogues, take the optimiser steps, and return the row of metrics and the dialogues."""
     began = time.perf_counter()
     pool = data.train if contexts is None else [p for p in data.train if p.goal in contexts]
     rng = random.Random(draw_key(config.seed, "problems", step))
@@ -123,7 +122,7 @@ def train_step(step: int, method: str, config: Config, data: Data, chat: Chat, p
     action_mask &= ~rewards.isnan().view(-1, 1)                          # failed dialogues have no part in it
     groups = torch.arange(len(problems), device=config.device).view(-1, config.group_size)      # (P, G)
     stats = []
-    for rows in (part.flatten() for part in groups.chunk(config.minibatches)):
+    for rows in (part.flatten() for part in groups.tensor_split(min(config.minibatches, len(groups)))):
         with autocast(policy.device, config.precision):
             stats.append(update(policy, optimiser, tokens[rows], action_mask[rows], old_logprobs[rows],
                                 A[rows], reference=reference, clip_eps=config.clip_eps,
@@ -177,7 +176,7 @@ def train_method(method: str, config: Config, data: Data, policy: Transformer, c
             if step > 1:
                 save_checkpoint(saved, step - 1, policy, optimiser)
             raise EndpointError(f"{method}, step {step}: {error}; --resume continues here") from None
-        due = step % config.eval_every == 0 or step == config.steps
+        due, lost = step % config.eval_every == 0 or step == config.steps, None
         try:
             if due:
                 evaluated = against_human(policy, chat, config, data.validation[:config.eval_problems],
@@ -186,11 +185,14 @@ def train_method(method: str, config: Config, data: Data, policy: Transformer, c
                 row["human_score"] = right / n
                 append_samples(out / "samples.jsonl", method, step,
                                trajectories[:2 * config.group_size:config.group_size] + evaluated[:2])
-        finally:                                               # the step is kept even if its evaluation fails
-            append_csv(out / "metrics.csv", METRICS, [row])
-            print_row(row, config.steps)
-            if due:
-                save_checkpoint(saved, step, policy, optimiser)
+        except EndpointError as error:                         # the step is kept all the same
+            lost = EndpointError(f"{method}, evaluation at step {step}: {error}; --resume continues after it")
+        append_csv(out / "metrics.csv", METRICS, [row])
+        print_row(row, config.steps)
+        if due:
+            save_checkpoint(saved, step, policy, optimiser)
+        if lost:
+            raise lost
 
 
 # The run ----------------------------------------------------------------------------------------------------
@@ -286,7 +288,7 @@ def main(argv: list[str] | None = None) -> None:
     comparable = config.preset == "tiny" and not (config.problems or config.evaluate)
     print_table(result["methods"], show_recorded=comparable and (ASSETS / "results.csv").exists())
     minutes, peak = result["seconds"] / 60, result["peak_rss_mb"]
-    print(f"{minutes:.1f} minutes, peak memory {peak:.0f} MiB, everything in {out}/")
+    print(f"{minutes:.1f} minutes, peak host memory {peak:.0f} MiB, everything in {out}/")
 
 
 if __name__ == "__main__":

@@ -24,18 +24,13 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging
 
-from chat import Chat, load_chat, located
+from chat import Chat, load_chat, located, one_line
 from model import Adapter, Transformer, check_config, trainable
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
                  "gemma3_text": "Gemma3ForCausalLM"}
 Speaker = tuple[Transformer, Chat]
-logging.set_verbosity_error()                        # what matters of it is raised here as an error
 logging.disable_progress_bar()
-
-
-def one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:160]
 
 
 def load_config(source: str) -> PreTrainedConfig:
@@ -50,7 +45,6 @@ def load_config(source: str) -> PreTrainedConfig:
         where = "" if Path(source).exists() else "no such folder, and the hub gives "
         raise ValueError(f"{source}: {where}no configuration that can be read: {one_line(error)}") from None
     if config.model_type == "gemma3":
-        print(f"{source} also sees images: only its language model is loaded")
         config = config.text_config
     try:
         check_config(config)
@@ -77,8 +71,13 @@ def load_model(source: str, device: str = "cpu", dtype: torch.dtype = torch.floa
                theirs.state_dict().items() if "vision_tower" not in name and "multi_modal" not in name}
     with torch.device("meta"):
         model = Transformer(config, seed=None)
-    model.load_state_dict(weights, assign=True)
+    try:
+        model.load_state_dict(weights, assign=True)
+    except RuntimeError as error:
+        raise ValueError(f"{source}: weights that model.py does not know: {one_line(error)}") from None
     model.tie()
+    if theirs.config.model_type == "gemma3":
+        print(f"{source} also sees images: only its language model is loaded")
     return model.to(device)
 
 
@@ -125,9 +124,7 @@ def save_speaker(folder: Path, model: Transformer, chat: Chat) -> None:
 
 
 def save_checkpoint(path: Path, step: int, model: Transformer, optimiser: torch.optim.Optimizer) -> None:
-    """Write what trains and its optimiser state; every random draw is keyed by the step, so nothing else is
-    needed.
-    """
+    """Write what trains and its optimiser state: draws are keyed by the step, so that is all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     tensors = {}
     for i, parameter in enumerate(trainable(model)):
@@ -151,11 +148,13 @@ def load_checkpoint(path: Path, model: Transformer, optimiser: torch.optim.Optim
             tensors = {name: file.get_tensor(name) for name in file.keys()}
             step = int(file.metadata()["step"])
         for i, parameter in enumerate(trainable(model)):
+            if tensors[f"{i}.weight"].shape != parameter.shape:
+                raise ValueError(f"weight {i} has another shape")
             parameter.copy_(tensors[f"{i}.weight"])
             moments = {name: tensors[f"{i}.{name}"].to(parameter.device)
                        for name in ("exp_avg", "exp_avg_sq")}
             optimiser.state[parameter] = {"step": tensors[f"{i}.step"], **moments}
-    except (OSError, KeyError, RuntimeError, SafetensorError) as error:
+    except (OSError, KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"{path} is not a checkpoint of this model: {error}") from None
     return step
 

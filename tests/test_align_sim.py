@@ -6,10 +6,11 @@ import json
 import pytest
 import torch
 
-from align_sim import (AGREES, NLL, bootstrap, calibrate, mean_nll, model_nll, report_card, script_nll, sft,
-                       stated_facts, style_measures)
+from align_sim import calibrate
 from logs import read_logs, split_logs, write_logs, write_probes
 from model import token_logprobs
+from report_card import AGREES, NLL, bootstrap, model_nll, report_card, script_nll, stated_facts, style_measures
+from sft import mean_nll, sft
 from simulator import LEAVE, human, objection, overhelpful, simulator_messages
 from tasks import generate_problems, parse_problem
 
