@@ -217,11 +217,12 @@ class Attention(nn.Module):
         q, k = rotate(self.q_norm(q), *rope), rotate(self.k_norm(k), *rope)
         if cache is not None:
             k, v = cache.write(self.layer, k, v, slots)                            # (B, K, S, E)
-        if T == 1:      # the query heads of a key head become queries of one head: keys are read once for all
+        grouped = T == 1 and q.dtype != torch.float32      # in half precision every head would repack its keys
+        if grouped:                 # the query heads of a key head become queries of one head: keys are read once
             q = q.view(B, k.shape[1], -1, self.head_size)                          # (B, K, N / K, E)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and T > 1,
-                                             scale=self.scale, enable_gqa=T > 1)
-        return self.o_proj(out.reshape(B, 1, -1) if T == 1 else out.transpose(1, 2).reshape(B, T, -1))
+                                             scale=self.scale, enable_gqa=not grouped)
+        return self.o_proj(out.reshape(B, 1, -1) if grouped else out.transpose(1, 2).reshape(B, T, -1))
 
 
 class FeedForward(nn.Module):

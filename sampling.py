@@ -119,6 +119,7 @@ class Engine:
         for values in (self.tokens, self.action_mask, self.logprobs):
             del values[row][length:]
         self.cache.lengths[self.live.index(row)].clamp_(max=length)
+        self.cache.longest = int(self.cache.lengths.max())
 
     def keep(self, rows: list[int]) -> None:
         """Let every dialogue but `rows` leave the batch."""
@@ -137,7 +138,6 @@ class Engine:
         one's last token.
         """
         seen = self.cache.lengths.tolist()
-        self.cache.longest = max(seen)
         new = [self.tokens[row][start:] for row, start in zip(self.live, seen)]
         counts = torch.tensor([len(ids) for ids in new], device=self.keys.device)
         longest = max(len(ids) for ids in new)
