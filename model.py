@@ -160,8 +160,8 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.gemma:                                      # 1 + a small weight in bf16 would lose the weight
             return F.rms_norm(x.float(), self.weight.shape, 1 + self.weight.float(), self.eps).to(x.dtype)
-        out = F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        return out.to(x.dtype)                                         # CUDA's autocast returns fp32
+        out = F.rms_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, self.eps)
+        return out.to(x.dtype)                      # autocast mixes types: bf16 heads, fp32 weights and results
 
 
 def frequencies(config: PreTrainedConfig, kind: str, device) -> Tensor:
