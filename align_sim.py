@@ -18,7 +18,7 @@ from pathlib import Path
 
 from chat import Chat, is_embedded, tiny_chat
 from logs import read_logs, split_logs, write_logs, write_probes
-from model import Transformer, tiny_config
+from model import Transformer, autocast, tiny_config
 from report_card import print_report_card, report_card
 from rollout import MAX_NEW_TOKENS
 from sampling import draw_key
@@ -123,8 +123,9 @@ def main() -> None:
               f"loss {losses[0]:.3f} -> {losses[-1]:.3f} nats a token", flush=True)
         if args.out:
             save_speaker(Path(args.out), calibrated, chat)
-        card = report_card(held_out, {"naive": naive, "calibrated": calibrated}, chat, seed=args.seed,
-                           max_new_tokens=args.max_new_tokens, probes=probes, script=script)
+        with autocast(naive.device, args.precision):
+            card = report_card(held_out, {"naive": naive, "calibrated": calibrated}, chat, seed=args.seed,
+                               max_new_tokens=args.max_new_tokens, probes=probes, script=script)
     except (ValueError, FloatingPointError, OSError) as error:
         fail(str(error))
     print_report_card(card)

@@ -17,6 +17,7 @@ from chat import tiny_chat
 from model import Transformer, autocast, tiny_config, token_logprobs, trainable
 
 Example = tuple[list[int], list[int]]           # ids and mask of a dialogue, as `Chat.render` returns them
+TOKENS = 8192                                   # padding included, that are scored together
 
 
 def pad_examples(examples: list[Example], device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -28,15 +29,19 @@ def pad_examples(examples: list[Example], device) -> tuple[torch.Tensor, torch.T
 
 @torch.no_grad()
 def examples_nll(model: Transformer, examples: list[Example], batch: int) -> list[tuple[float, float]]:
-    """Return for every example the negative log-likelihood of its masked tokens, in nats, and their
-    number.
+    """Return for every example the negative log-likelihood of its masked tokens, in nats, and their number.
+
+    At most `batch` examples go through the model together, fewer if they are long.
     """
-    room, values = model.config.max_position_embeddings, []
-    for i in range(0, len(examples), batch):
-        tokens, mask = pad_examples([(ids[:room], m[:room]) for ids, m in examples[i:i + batch]],
-                                    model.device)
+    room, values, i = model.config.max_position_embeddings, [], 0
+    while i < len(examples):
+        rows = batch
+        while rows > 1 and rows * max(len(ids) for ids, _ in examples[i:i + rows]) > TOKENS:
+            rows -= 1
+        tokens, mask = pad_examples([(ids[:room], m[:room]) for ids, m in examples[i:i + rows]], model.device)
         nll = -token_logprobs(model, tokens, mask).sum(1)
         values += zip(nll.tolist(), mask.sum(1).tolist())
+        i += rows
     return values
 
 
