@@ -23,6 +23,7 @@ from simulator import (SUM, asked_fact, human, numbers, objection, overhelpful, 
                        simulator_messages, split_leave, states, words)
 from tasks import Problem, generate_problems, split_sentences
 
+PLACES = 8                      # of the human's messages in a dialogue, the first, that every speaker replies to
 NLL, AGREES = "NLL of the human's words (nats a token)", "agrees with a wrong sum or fact"
 
 
@@ -160,7 +161,7 @@ def report_card(logs: list[dict], simulators: dict[str, Transformer], chat: Chat
                 script: Callable | None = None) -> dict[str, dict[str, list[float]]]:
     """Compare simulators with the human of held-out logs; `script` is who wrote them, if it was one.
 
-    Every speaker replies in the same contexts: before each of the human's messages, as long as the context
+    Every speaker replies in the same contexts: before each of the human's first messages, while the context
     leaves every simulator room for a reply. `probes` are logs that end in a planted mistake and the human's
     reply to it; without them, agreement is measured on mistakes in the logs themselves. Return
     {measure: {speaker: [value, low, high]}} with 95 % bootstrap intervals over dialogues.
@@ -172,7 +173,7 @@ def report_card(logs: list[dict], simulators: dict[str, Transformer], chat: Chat
         nll["human"] = [script_nll(script, problem_of(log, i), log, chat) for i, log in enumerate(logs)]
     nll |= {name: model_nll(simulator, chat, logs) for name, simulator in simulators.items()}
     room = min(s.config.max_position_embeddings for s in simulators.values()) - max_new_tokens
-    places = [(l, m) for l, log in enumerate(logs) for m in range(0, len(log["messages"]), 2)
+    places = [(l, m) for l, log in enumerate(logs) for m in range(0, len(log["messages"]), 2)[:PLACES]
               if len(opening(chat, log, m)) <= room]
     if not places:
         raise ValueError(f"no held-out dialogue leaves room for a reply of {max_new_tokens} tokens")
