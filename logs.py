@@ -65,6 +65,8 @@ def guessed_solution(problem: Problem, revealed: set[int], rng: random.Random) -
         value[match[4]] = str(result)
         return f"{left} {match[2]} {right} = {result}"
 
+    if not SUM.search(problem.solution):                              # its working would give the answer away
+        return f"#### {rng.randint(2, LARGEST)}"
     worked = SUM.sub(redo, problem.solution).rsplit("####", 1)[0]
     return f"{worked}#### {value.get(problem.answer, problem.answer)}"
 

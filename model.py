@@ -161,7 +161,7 @@ class RMSNorm(nn.Module):
         if self.gemma:                                      # 1 + a small weight in bf16 would lose the weight
             return F.rms_norm(x.float(), self.weight.shape, 1 + self.weight.float(), self.eps).to(x.dtype)
         out = F.rms_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, self.eps)
-        return out.to(x.dtype)                      # autocast mixes types: bf16 heads, fp32 weights and results
+        return out.to(x.dtype)                    # autocast mixes types: bf16 heads, fp32 weights and results
 
 
 def frequencies(config: PreTrainedConfig, kind: str, device) -> Tensor:
@@ -217,8 +217,8 @@ class Attention(nn.Module):
         q, k = rotate(self.q_norm(q), *rope), rotate(self.k_norm(k), *rope)
         if cache is not None:
             k, v = cache.write(self.layer, k, v, slots)                            # (B, K, S, E)
-        grouped = T == 1 and q.dtype != torch.float32      # in half precision every head would repack its keys
-        if grouped:                 # the query heads of a key head become queries of one head: keys are read once
+        grouped = T == 1 and q.dtype != torch.float32    # in half precision every head would repack its keys
+        if grouped:             # the query heads of a key head become queries of one: keys are read once
             q = q.view(B, k.shape[1], -1, self.head_size)                          # (B, K, N / K, E)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and T > 1,
                                              scale=self.scale, enable_gqa=not grouped)
@@ -294,8 +294,7 @@ class Transformer(nn.Module):
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
             if parameter.dim() > 1:
-                # these add to the stream: start smaller
-                deep = name.endswith(("o_proj.weight", "down_proj.weight"))
+                deep = name.endswith(("o_proj.weight", "down_proj.weight"))     # adds to the stream: smaller
                 std = parameter.shape[1] ** -0.5 / (self.config.num_hidden_layers ** 0.5 if deep else 1)
                 nn.init.normal_(parameter, std=std, generator=generator)
 
@@ -328,8 +327,8 @@ class Transformer(nn.Module):
             cache.longest = S = cache.longest + T
             cache.reserve(S)
             positions = cache.lengths[:, None] + offsets
-            # padding: the spare slot
-            slots = torch.where(offsets < counts[:, None], positions, cache.capacity)
+            real = offsets < counts[:, None]
+            slots = torch.where(real, positions, cache.capacity)                   # padding: the spare slot
         x = self.model.embed_tokens(tokens)
         if self.config.model_type == "gemma3_text":
             x = x * torch.tensor(self.config.hidden_size ** 0.5, dtype=x.dtype, device=x.device)

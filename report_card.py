@@ -23,7 +23,7 @@ from simulator import (SUM, asked_fact, human, numbers, objection, overhelpful, 
                        simulator_messages, split_leave, states, words)
 from tasks import Problem, generate_problems, split_sentences
 
-PLACES = 8                      # of the human's messages in a dialogue, the first, that every speaker replies to
+PLACES = 8                      # messages of the human in a dialogue, the first, that every speaker replaces
 NLL, AGREES = "NLL of the human's words (nats a token)", "agrees with a wrong sum or fact"
 
 

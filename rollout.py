@@ -48,7 +48,7 @@ class Trajectory:
     logprobs: list[float]       # (T,) log-probability of every action when it was sampled, else 0
     messages: list[dict]        # the same dialogue as text
     reward: float               # of the finished dialogue; NaN if it failed
-    ended: str                # answer, left, horizon, truncated (a context was full) or failed (a server was)
+    ended: str                  # answer, left, horizon, truncated (a context was full) or failed
     turns: int                  # assistant messages sampled
     cut: int                    # replies that the length limit cut
 
@@ -171,7 +171,7 @@ def parse_args() -> argparse.Namespace:
                         help="folder, GGUF file or hub id; without one, the logging assistant talks")
     parser.add_argument("--user", choices=("scripted", "naive", "calibrated", "me"), default="scripted",
                         help="who talks with the policy (default: scripted)")
-    parser.add_argument("--simulator", help="simulator for --user naive or calibrated, named like --policy, or "
+    parser.add_argument("--simulator", help="for --user naive or calibrated, named like --policy, or "
                                             "http://HOST:PORT/v1#MODEL (default: that of --policy's run)")
     parser.add_argument("--problems", help="JSONL of problems (default: generated test problems)")
     parser.add_argument("--count", type=int, default=3, help="dialogues (default: 3)")

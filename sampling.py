@@ -28,9 +28,7 @@ SHARED = 16                      # tokens from which on it pays to read a common
 
 
 def draw_key(*parts) -> int:
-    """Return a 63-bit key for a stream of draws, for instance draw_key(seed, "train", step, problem,
-    sample, "policy").
-    """
+    """Return a 63-bit key for a stream of draws: draw_key(seed, "train", step, problem, sample, "policy")."""
     return int.from_bytes(blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 1
 
 
@@ -43,8 +41,8 @@ def uniform(keys: Tensor, positions: Tensor) -> Tensor:
     x = (x ^ (x >> 30 & 0x3FFFFFFFF)) * -4658895280553007687                       # 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27 & 0x1FFFFFFFFF)) * -7723592293110705685                      # 0x94D049BB133111EB
     x = x ^ (x >> 31 & 0x1FFFFFFFF)
-    # fp32 rounds the last one up
-    return (((x >> 40 & 0xFFFFFF).float() + 0.5) / 2 ** 24).clamp(max=1 - 2 ** -24)
+    u = ((x >> 40 & 0xFFFFFF).float() + 0.5) / 2 ** 24
+    return u.clamp(max=1 - 2 ** -24)                                             # fp32 rounds the last one up
 
 
 def below(x: Tensor) -> Tensor:

@@ -229,11 +229,9 @@ def overhelpful(problem: Problem, dialogue: list[dict]) -> Distribution:
                            for thanks in THANKS])
     facts = problem.facts
     rotations = [facts[i:] + facts[:i] for i in range(len(facts))] or [()]
-    # to be looked up, not copied in order
-    orders = {order[::step] for order in rotations for step in (1, -1)}
+    orders = {order[::step] for order in rotations for step in (1, -1)}       # to be looked up, not copied
     return normalised([(f"{start} {' '.join(order)} {thanks}", 1) for order in sorted(orders)
-                       for start in ACCEPTANCES
-                       for thanks in THANKS])
+                       for start in ACCEPTANCES for thanks in THANKS])
 
 
 # Users that talk in a rollout -------------------------------------------------------------------------------

@@ -9,8 +9,10 @@ import torch
 from align_sim import calibrate
 from logs import read_logs, split_logs, write_logs, write_probes
 from model import token_logprobs
-from report_card import AGREES, NLL, bootstrap, model_nll, report_card, script_nll, stated_facts, style_measures
-from sft import mean_nll, sft
+from report_card import (AGREES, NLL, bootstrap, model_nll, opening, report_card,
+                         sampled_replies, script_nll, stated_facts, style_measures)
+from sampling import Engine, draw_key
+from sft import examples_nll, mean_nll, sft
 from simulator import LEAVE, human, objection, overhelpful, simulator_messages
 from tasks import generate_problems, parse_problem
 
@@ -192,3 +194,20 @@ def test_calibration_on_few_dialogues_stops_before_it_learns_them_by_heart(model
     calibrate(by_heart, chat, logs[2:], steps=200, batch=10, lr=1e-2, seed=0)
     assert len(losses) < 200
     assert mean_nll(model, examples[:2], 4) < mean_nll(by_heart, examples[:2], 4) - 0.5
+
+
+def test_every_reply_is_what_the_simulator_says_after_reading_the_log_up_to_there_afresh(model, chat):
+    """The report card reads a log once and takes sampled replies back; nothing of them may stay in the cache."""
+    logs = write_logs(generate_problems("train", 5), human, 0)
+    places = [(l, m) for l, log in enumerate(logs) for m in range(0, len(log["messages"]), 2)]
+    once = sampled_replies(model, chat, logs, places, seed=0, max_new_tokens=8)
+    for (l, m), reply in zip(places, once, strict=True):
+        engine = Engine(model, chat, [opening(chat, logs[l], m)], [draw_key(0, "report card", l, m)], 8)
+        assert chat.text(engine.reply()[0]) == reply
+
+
+def test_long_examples_are_scored_few_at_a_time_with_the_same_result(model, chat, monkeypatch):
+    examples = [chat.render(simulator_messages(log)) for log in write_logs(generate_problems("train", 6), human, 0)]
+    together = examples_nll(model, examples, 6)
+    monkeypatch.setattr("sft.TOKENS", 100)
+    assert examples_nll(model, examples, 6) == [pytest.approx(value) for value in together]

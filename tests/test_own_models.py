@@ -13,11 +13,12 @@ from chat import template_chat
 from endpoint import EndpointUser
 from model import Transformer, tiny_config
 from rollout import graded, rollout
+from sampling import SHARED
 from simulator import ScriptedUser
 from tasks import generate_problems
 from config import parse_config
 from train import main
-from weights import load_model, save_speaker
+from weights import load_model, load_speaker, save_speaker
 
 SMALL = ["--sft-steps", "3", "--calibration-steps", "3", "--steps", "2", "--eval-every", "1", "--eval-problems", "4",
          "--card-dialogues", "4", "--test-problems", "6", "--train-problems", "20", "--prompts", "2", "--group-size",
@@ -59,7 +60,6 @@ def test_recorded_log_probabilities_equal_recomputed_ones_under_autocast(own):
     from grpo import policy_loss
     from model import autocast, token_logprobs
     from rollout import pad
-    from weights import load_speaker
     model, chat = load_speaker(own)
     problems = generate_problems("train", 8)
     with autocast(model.device, "bf16"):
@@ -70,6 +70,18 @@ def test_recorded_log_probabilities_equal_recomputed_ones_under_autocast(own):
         again = token_logprobs(model, tokens, mask)
     _, stats = policy_loss(again, recorded, torch.ones(8), mask, 1.0)
     assert stats["ratio_max"] < 1.1 and mask.sum() > 50
+
+
+def test_a_beginning_that_is_read_once_for_all_changes_no_dialogue(own):
+    """Alone a dialogue reads its instruction itself; among others it gets a copy of what was read once."""
+    model, chat = load_speaker(own, "Ask for what is missing, one thing at a time, and then answer.")
+    assert len(chat.head) > SHARED
+    problems, keys = generate_problems("train", 5), [(0, i) for i in range(5)]
+    options = dict(horizon=2, max_new_tokens=8)
+    together = rollout(model.double(), chat, ScriptedUser(), problems, keys, **options)
+    for t, problem, key in zip(together, problems, keys):
+        alone, = rollout(model, chat, ScriptedUser(), [problem], [key], **options)
+        assert alone.tokens == t.tokens
 
 
 # Presets ----------------------------------------------------------------------------------------------------

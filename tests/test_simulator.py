@@ -1,12 +1,13 @@
 """The scripted human is an explicit distribution; the language-model user keeps its turns exact."""
 
+import random
 from collections import Counter
 
 import pytest
 import torch
 
 from sampling import draw_key
-from logs import question, write_logs
+from logs import guessed_solution, question, write_logs
 from simulator import (LEAVE, ModelUser, ScriptedUser, asked_fact, given_fact, human, objection, overhelpful,
                        revealed_facts, simulator_messages, split_leave)
 from tasks import generate_problems, parse_problem
@@ -171,3 +172,11 @@ def test_a_full_simulator_context_truncates_the_dialogue(chat, model):
     (_, first), (_, second) = user.reply([0, 1], [say("hi", "long " * room), say("hi", "short")])
     assert first == "truncated" and second is None
     assert torch.equal(user.engine.keys, torch.tensor([2]))
+
+
+def test_a_guess_about_a_problem_without_a_plain_sum_does_not_give_the_answer_away():
+    """Its working cannot be redone with guessed numbers, so nothing of it is shown."""
+    half = parse_problem({"problem": "Tom has 7 pies. He eats half. How many are left?",
+                          "solution": "Half of 7 is \\boxed{3.5}."}, 0)
+    guesses = {guessed_solution(half, set(), random.Random(seed)) for seed in range(50)}
+    assert all(guess.startswith("#### ") and "3.5" not in guess for guess in guesses) and len(guesses) > 5
