@@ -117,8 +117,8 @@ def main() -> None:
                                        seed=args.seed, device=args.device)
         calibrated = copy.deepcopy(naive)
         losses = calibrate(calibrated, chat, logs, steps=args.steps, batch=args.batch, lr=args.lr,
-                           seed=args.seed,
-                           micro_batch=args.micro_batch, precision=args.precision, stop_early=script is None)
+                           seed=args.seed, micro_batch=args.micro_batch, precision=args.precision,
+                           stop_early=script is None)
         print(f"calibrated on {len(logs)} dialogues, {len(losses)} steps: "
               f"loss {losses[0]:.3f} -> {losses[-1]:.3f} nats a token", flush=True)
         if args.out:

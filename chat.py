@@ -249,17 +249,18 @@ def load_chat(source: str, instruction: str = "") -> Chat:
         raise ValueError(f"{source} has no tokenizer that can be read: {one_line(error)}") from None
     try:
         stops = GenerationConfig.from_pretrained(folder).eos_token_id
-    except OSError:                                                             # a model need not have one
+    except OSError as error:
+        if "does not appear to have a file" not in str(error):                  # a model need not have one
+            raise ValueError(f"{source} has stop tokens that cannot be read: {one_line(error)}") from None
         stops = None
     try:
         return template_chat(tokenizer, instruction,
                              {*(stops if isinstance(stops, list) else [stops])} - {None})
     except (ValueError, TemplateError) as error:
-        raise ValueError(f"{source}: {error}") from None
+        raise ValueError(f"{source}: {one_line(error)}") from None
 
 
 # Building the embedded tokenizer ----------------------------------------------------------------------------
-
 
 def learn_merges(pieces: Counter, merges: int) -> list[bytes]:
     """Byte-pair encoding: join the most frequent neighbours, `merges` times. Source: arXiv 1508.07909,

@@ -167,6 +167,17 @@ def test_a_saved_speaker_loads_with_its_stop_ids_and_talks(tmp_path):
     assert all(t.tokens[:len(again.head)] == list(again.head) for t in trajectories)
 
 
+def test_stop_tokens_that_cannot_be_read_are_refused_and_missing_ones_are_not(tmp_path):
+    """Without the list of generation_config.json a model may never stop where it was taught to."""
+    save_speaker(tmp_path / "it", Transformer(tiny_config(300)), template_chat(tokenizer(GEMMA), stop_ids={7}))
+    stops = tmp_path / "it" / "generation_config.json"
+    stops.write_text("{")
+    with pytest.raises(ValueError, match="stop tokens that cannot be read"):
+        load_chat(str(tmp_path / "it"))
+    stops.unlink()
+    assert 7 not in load_chat(str(tmp_path / "it")).stop_ids
+
+
 def test_a_vocabulary_larger_than_the_head_is_refused(tmp_path):
     save_speaker(tmp_path / "it", Transformer(tiny_config(100)), template_chat(tokenizer(CHATML)))
     with pytest.raises(ValueError, match="its tokenizer has .* tokens, its model scores for 100"):
