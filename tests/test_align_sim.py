@@ -186,7 +186,7 @@ def test_a_broken_log_is_named_with_file_and_line(tmp_path, record, message):
 
 
 def test_calibration_on_few_dialogues_stops_before_it_learns_them_by_heart(model, chat):
-    """Twelve dialogues, a high learning rate: the loss on the sixth set aside rises again, the minimum is kept."""
+    """Twelve dialogues, a high learning rate: the loss on two set aside rises again, the minimum is kept."""
     logs = write_logs(generate_problems("train", 12), human, 0)
     examples = [chat.render(simulator_messages(log)) for log in logs]
     by_heart = copy.deepcopy(model)
@@ -197,7 +197,7 @@ def test_calibration_on_few_dialogues_stops_before_it_learns_them_by_heart(model
 
 
 def test_every_reply_is_what_the_simulator_says_after_reading_the_log_up_to_there_afresh(model, chat):
-    """The report card reads a log once and takes sampled replies back; nothing of them may stay in the cache."""
+    """The report card reads a log once and takes sampled replies back: nothing of them may stay cached."""
     logs = write_logs(generate_problems("train", 5), human, 0)
     places = [(l, m) for l, log in enumerate(logs) for m in range(0, len(log["messages"]), 2)]
     once = sampled_replies(model, chat, logs, places, seed=0, max_new_tokens=8)
@@ -207,7 +207,8 @@ def test_every_reply_is_what_the_simulator_says_after_reading_the_log_up_to_ther
 
 
 def test_long_examples_are_scored_few_at_a_time_with_the_same_result(model, chat, monkeypatch):
-    examples = [chat.render(simulator_messages(log)) for log in write_logs(generate_problems("train", 6), human, 0)]
+    examples = [chat.render(simulator_messages(log))
+                for log in write_logs(generate_problems("train", 6), human, 0)]
     together = examples_nll(model, examples, 6)
     monkeypatch.setattr("sft.TOKENS", 100)
     assert examples_nll(model, examples, 6) == [pytest.approx(value) for value in together]

@@ -12,7 +12,7 @@ SHAPE = dict(dialogues=3, tokens=50, actions=20)
 
 
 def measured(lora_rank):
-    """The same parts of a real model, after a real optimiser step on 3 dialogues of 50 tokens, 20 of them actions."""
+    """The same parts of a real model after a step on 3 dialogues of 50 tokens, 20 of them actions."""
     model = Transformer(CONFIG)
     if lora_rank:
         add_adapters(model.to(torch.bfloat16), lora_rank, seed=0)
@@ -33,7 +33,7 @@ def measured(lora_rank):
 
 @pytest.mark.parametrize("lora_rank", (0, 4))
 def test_the_count_agrees_with_a_small_model_that_is_really_trained(lora_rank):
-    """States to the byte; what is saved for the backward pass within a tenth (and a copy of the logits more)."""
+    """States to the byte, what the backward pass needs within a tenth, the logits' gradient aside."""
     counted, real = training_bytes(CONFIG, lora_rank=lora_rank, **SHAPE), measured(lora_rank)
     saved, logits = counted.pop("saved"), 3 * 20 * 3000 * 4
     assert abs(saved - logits - real.pop("saved")) < 0.1 * saved

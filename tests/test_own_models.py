@@ -7,22 +7,21 @@ import pytest
 import torch
 from test_templates import CHATML, tokenizer
 
-import config
 import train
 from chat import template_chat
+from config import OWN, Config, parse_config
 from endpoint import EndpointUser
 from model import Transformer, tiny_config
 from rollout import graded, rollout
 from sampling import SHARED
 from simulator import ScriptedUser
 from tasks import generate_problems
-from config import parse_config
 from train import main
 from weights import load_model, load_speaker, save_speaker
 
-SMALL = ["--sft-steps", "3", "--calibration-steps", "3", "--steps", "2", "--eval-every", "1", "--eval-problems", "4",
-         "--card-dialogues", "4", "--test-problems", "6", "--train-problems", "20", "--prompts", "2", "--group-size",
-         "2", "--max-new-tokens", "6", "--horizon", "2"]
+SMALL = ("--sft-steps 3 --calibration-steps 3 --steps 2 --eval-every 1 --eval-problems 4 --card-dialogues 4 "
+         "--test-problems 6 --train-problems 20 --prompts 2 --group-size 2 --max-new-tokens 6 "
+         "--horizon 2").split()
 
 
 @pytest.fixture(scope="module")
@@ -30,16 +29,19 @@ def own(tmp_path_factory):
     """A folder in Hugging Face format, as from the hub."""
     folder = tmp_path_factory.mktemp("own") / "model"
     chat = template_chat(tokenizer(CHATML))
-    save_speaker(folder, Transformer(tiny_config(chat.vocab_size, max_position_embeddings=2048), seed=1), chat)
+    model = Transformer(tiny_config(chat.vocab_size, max_position_embeddings=2048), seed=1)
+    save_speaker(folder, model, chat)
     return str(folder)
 
 
-@pytest.mark.parametrize("options", ("", "--precision bf16", "--lora-rank 2 --simulator-lora-rank 2 --lr 1e-2",
+@pytest.mark.parametrize("options",
+                         ("", "--precision bf16", "--lora-rank 2 --simulator-lora-rank 2 --lr 1e-2",
                                      "--warm-start --facts 2", "--precision bf16 --lora-rank 2"))
 def test_a_model_of_ones_own_runs_end_to_end(own, tmp_path, options):
     main(["--policy", own, "--simulator", own, "--out", str(tmp_path / "run"), *SMALL, *options.split()])
     result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert set(result["methods"]) == {"base", "calibrated"} and "naive" in next(iter(result["report_card"].values()))
+    assert set(result["methods"]) == {"base", "calibrated"}
+    assert "naive" in next(iter(result["report_card"].values()))
     before, after = load_model(own), load_model(tmp_path / "run" / "policy")
     assert before.config.vocab_size == after.config.vocab_size
     for name in ("chat_template.jinja", "tokenizer.json", "generation_config.json"):
@@ -50,7 +52,7 @@ def test_the_policy_is_told_what_to_do_and_the_simulator_to_be_a_user(own, tmp_p
     config = parse_config(["--policy", own, "--out", str(tmp_path / "run"), *SMALL])
     data = train.load_data(config)
     policy, chat = train.base_policy(config, data)
-    simulator = train.load_simulators(config, data, ("naive",))["naive"][1]           # the policy's model, prompted
+    simulator = train.load_simulators(config, data, ("naive",))["naive"][1]     # the policy's model, prompted
     assert "Help the user with a word problem." in chat.decode(list(chat.head))
     assert "You are a user who wants help" in simulator.decode(list(simulator.head))
 
@@ -63,8 +65,8 @@ def test_recorded_log_probabilities_equal_recomputed_ones_under_autocast(own):
     model, chat = load_speaker(own)
     problems = generate_problems("train", 8)
     with autocast(model.device, "bf16"):
-        trajectories = rollout(model, chat, ScriptedUser(), problems, [(0, p.id) for p in problems], horizon=2,
-                               max_new_tokens=12)
+        trajectories = rollout(model, chat, ScriptedUser(), problems, [(0, p.id) for p in problems],
+                               horizon=2, max_new_tokens=12)
     tokens, mask, recorded = pad(trajectories)
     with autocast(model.device, "bf16"):
         again = token_logprobs(model, tokens, mask)
@@ -87,9 +89,9 @@ def test_a_beginning_that_is_read_once_for_all_changes_no_dialogue(own):
 # Presets ----------------------------------------------------------------------------------------------------
 
 def test_a_flag_beats_a_preset_and_a_preset_beats_the_default(own):
-    assert parse_config([]).preset == "tiny" and parse_config([]).lr == config.Config.lr
+    assert parse_config([]).preset == "tiny" and parse_config([]).lr == Config.lr
     assert parse_config(["--policy", own]).preset == "own"
-    assert parse_config(["--policy", own]).lr == config.OWN["lr"] != config.Config.lr
+    assert parse_config(["--policy", own]).lr == OWN["lr"] != Config.lr
     assert parse_config(["--policy", own, "--lr", "0.5"]).lr == 0.5
     assert parse_config(["--preset", "paper"]).policy == "google/gemma-3-4b-it"
     assert parse_config(["--preset", "paper", "--policy", own]).policy == own
@@ -118,7 +120,8 @@ def test_a_failed_dialogue_has_no_reward_and_leaves_the_others_untouched(model, 
     failed, *others = rollout(model, chat, FailingUser(turn), problems, keys, horizon=2, max_new_tokens=4)
     assert failed.ended == "failed" and math.isnan(failed.reward)
     expected = rollout(model, chat, ScriptedUser(), problems, keys, horizon=2, max_new_tokens=4)[1:]
-    assert [(t.tokens, t.reward, t.ended) for t in others] == [(t.tokens, t.reward, t.ended) for t in expected]
+    for ours, theirs in zip(others, expected, strict=True):
+        assert (ours.tokens, ours.reward, ours.ended) == (theirs.tokens, theirs.reward, theirs.ended)
 
 
 def test_a_grader_that_fails_is_no_reward_of_0(monkeypatch):
@@ -134,10 +137,11 @@ def test_a_grader_that_fails_is_no_reward_of_0(monkeypatch):
 
 def test_a_run_against_a_server_counts_what_failed_and_goes_on(own, tmp_path, server, monkeypatch):
     monkeypatch.setattr(EndpointUser, "__init__", quick(EndpointUser.__init__))
-    server.script = lambda request, handler: (422, {"error": "too long"}) if request["seed"] % 4 == 0 else "it's 5"
-    main(["--policy", own, "--simulator", server.address, "--method", "naive", "--out", str(tmp_path / "run"), *SMALL,
-          "--max-failed", "0.99"])
-    failed = [int(row.split(",")[-1]) for row in (tmp_path / "run" / "metrics.csv").read_text().splitlines()[1:]]
+    server.script = lambda request, handler: "it's 5" if request["seed"] % 4 else (422, {"error": "long"})
+    main(["--policy", own, "--simulator", server.address, "--method", "naive", "--out", str(tmp_path / "run"),
+          *SMALL, "--max-failed", "0.99"])
+    failed = [int(row.split(",")[-1])
+              for row in (tmp_path / "run" / "metrics.csv").read_text().splitlines()[1:]]
     assert len(failed) == 2 and sum(failed) > 0
     assert '"failed"' not in (tmp_path / "run" / "samples.jsonl").read_text()
 
@@ -147,7 +151,8 @@ def quick(init):
     return lambda self, *args, **options: init(self, *args, **{"pause": 0.001, "retries": 1, **options})
 
 
-def test_a_server_that_breaks_down_stops_the_run_which_continues_to_the_same_end(own, tmp_path, server, capsys,
+def test_a_server_that_breaks_down_stops_the_run_which_continues_to_the_same_end(own, tmp_path, server,
+                                                                                 capsys,
                                                                                   monkeypatch):
     monkeypatch.setattr(EndpointUser, "__init__", quick(EndpointUser.__init__))
     arguments = ["--policy", own, "--simulator", server.address, "--method", "naive", *SMALL]
@@ -160,7 +165,8 @@ def test_a_server_that_breaks_down_stops_the_run_which_continues_to_the_same_end
     with pytest.raises(SystemExit) as stop:
         main([*arguments, "--out", str(tmp_path / "run")])
     error = capsys.readouterr().err
-    assert stop.value.code == 2 and "naive, step 2: 4 of 4 dialogues failed" in error and "--resume continues" in error
+    assert stop.value.code == 2 and "--resume continues" in error
+    assert "naive, step 2: 4 of 4 dialogues failed" in error
     server.script = works
     main([*arguments, "--out", str(tmp_path / "run"), "--resume"])
     assert torch.equal(load_model(tmp_path / "run" / "policy").lm_head.weight,
@@ -176,8 +182,10 @@ def test_a_prompted_model_can_play_the_human(own, tmp_path, server):
 @pytest.mark.parametrize("arguments, message", [
     ("--simulator SERVER", "fine-tunes the simulator: it cannot be an endpoint"),
     ("--simulator SERVER --method all", "fine-tunes the simulator"),
-    ("--simulator http://127.0.0.1:9 --method naive", "#"), ("--human nobody", "--human must be scripted or http"),
-    ("--human http://127.0.0.1:9/v1#m", "127.0.0.1:9"), ("--warm-start", "--warm-start is for a given --policy"),
+    ("--simulator http://127.0.0.1:9 --method naive", "#"),
+    ("--human nobody", "--human must be scripted or http"),
+    ("--human http://127.0.0.1:9/v1#m", "127.0.0.1:9"),
+    ("--warm-start", "--warm-start is for a given --policy"),
     ("--simulator missing.gguf", "missing.gguf is not a model")])
 def test_what_cannot_work_is_refused_before_anything_is_written(tmp_path, capsys, server, arguments, message):
     with pytest.raises(SystemExit) as stop:

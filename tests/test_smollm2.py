@@ -1,4 +1,4 @@
-"""Parity on real weights: `SMOLLM2=smollm2 python -m pytest tests/test_smollm2.py` after the README's conversion."""
+"""Parity on real weights: `SMOLLM2=smollm2 python -m pytest tests/test_smollm2.py`, after the README's conversion."""
 
 import os
 
@@ -27,8 +27,9 @@ def test_greedy_replies_to_20_prompts_are_those_of_transformers_for_64_tokens(sp
     theirs, ours, chat = speakers
     for problem in generate_problems("test", 20):
         ids = torch.tensor([chat.open(problem.question)])
-        expected = theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=64, min_new_tokens=64,
-                                   do_sample=False, repetition_penalty=1.0, eos_token_id=None)[0, ids.shape[1]:]
+        expected = theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=64,
+                                   min_new_tokens=64, do_sample=False, repetition_penalty=1.0,
+                                   eos_token_id=None)[0, ids.shape[1]:]
         cache, tokens, new = KVCache(ours.config, 1), [], ids
         while len(tokens) < 64:
             hidden = ours(new, cache, torch.tensor([new.shape[1]]))

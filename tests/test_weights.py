@@ -13,11 +13,11 @@ from model import Adapter, KVCache, Transformer, add_adapters, reference_of, tok
 from weights import load_checkpoint, load_model, save_checkpoint, save_model
 
 SMALL = dict(vocab_size=90, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
-             num_key_value_heads=2, head_dim=12, max_position_embeddings=128, bos_token_id=None, eos_token_id=None,
-             pad_token_id=None)
+             num_key_value_heads=2, head_dim=12, max_position_embeddings=128, bos_token_id=None,
+             eos_token_id=None, pad_token_id=None)
 SLIDING = dict(use_sliding_window=True, sliding_window=6, max_window_layers=2)
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 16}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
+          "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 GEMMA_ROPE = {"full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
               "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
 CONFIGS = {
@@ -25,13 +25,15 @@ CONFIGS = {
     "llama, tied": LlamaConfig(**SMALL, tie_word_embeddings=True),
     "llama, biases": LlamaConfig(**SMALL, attention_bias=True),
     "llama 3": LlamaConfig(**SMALL, rope_parameters=LLAMA3),
-    "llama, linear": LlamaConfig(**SMALL, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}),
+    "llama, linear": LlamaConfig(**SMALL,
+                                 rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}),
     "llama, every query its key": LlamaConfig(**SMALL | {"num_key_value_heads": 4}),
     "qwen2": Qwen2Config(**SMALL, tie_word_embeddings=True),
     "qwen2, sliding": Qwen2Config(**SMALL, **SLIDING),
     "qwen3": Qwen3Config(**SMALL),
     "qwen3, biases, sliding": Qwen3Config(**SMALL, attention_bias=True, **SLIDING),
-    "gemma3": Gemma3TextConfig(**SMALL, sliding_window=6, query_pre_attn_scalar=20, rope_parameters=GEMMA_ROPE,
+    "gemma3": Gemma3TextConfig(**SMALL, sliding_window=6, query_pre_attn_scalar=20,
+                               rope_parameters=GEMMA_ROPE,
                                layer_types=["sliding_attention", "sliding_attention", "full_attention",
                                             "sliding_attention"]),
     "gemma3, soft-capped": Gemma3TextConfig(**SMALL, sliding_window=6, final_logit_softcapping=0.5),
@@ -43,7 +45,7 @@ def pair(request, tmp_path_factory):
     """A random checkpoint of transformers and what we load from it."""
     torch.manual_seed(0)
     theirs = AutoModelForCausalLM.from_config(CONFIGS[request.param]).eval()
-    for parameter in theirs.parameters():                  # norms and biases start as ones and zeros, all else small
+    for parameter in theirs.parameters():           # norms and biases start as ones and zeros, all else small
         torch.nn.init.normal_(parameter, std=0.3 if parameter.dim() == 1 else 0.1)
     folder = tmp_path_factory.mktemp("theirs")
     theirs.save_pretrained(folder)
@@ -82,7 +84,8 @@ def test_a_saved_model_opens_in_transformers_and_here_with_the_same_logits(pair,
     theirs, ours = pair
     tokens, expected = tokens_and_logits(theirs)
     save_model(ours, tmp_path)
-    again, reloaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval(), load_model(tmp_path)
+    reloaded = load_model(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     with torch.no_grad():
         assert (again(tokens).logits - expected).abs().max() < 1e-4
         assert torch.equal(reloaded.logits(reloaded(tokens)), ours.logits(ours(tokens)))
@@ -100,9 +103,10 @@ def test_sharded_weights_load(tmp_path):
 
 def test_of_a_multimodal_gemma_the_language_model_is_loaded_and_said_so(tmp_path, capsys):
     torch.manual_seed(0)
-    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28,
-                  patch_size=14)
-    config = Gemma3Config(text_config=CONFIGS["gemma3"].to_dict(), vision_config=vision, mm_tokens_per_image=4)
+    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+                  image_size=28, patch_size=14)
+    config = Gemma3Config(text_config=CONFIGS["gemma3"].to_dict(), vision_config=vision,
+                          mm_tokens_per_image=4)
     theirs = Gemma3ForConditionalGeneration(config).eval()
     theirs.save_pretrained(tmp_path)
     tokens, expected = tokens_and_logits(theirs)
@@ -118,7 +122,8 @@ def test_weights_load_in_bf16_when_asked(tmp_path):
     assert model.logits(model(torch.tensor([[1, 2]]))).dtype == torch.float32
 
 
-BERT = BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32).to_json_string()
+BERT = BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
+                  intermediate_size=32).to_json_string()
 
 
 def llama(**options):
@@ -126,14 +131,16 @@ def llama(**options):
 
 
 @pytest.mark.parametrize("config, message", [
-    (None, "no config.json"), ("{", "no configuration"), ("[]", "no configuration"), ("{}", "no configuration"),
+    (None, "no config.json"),
+    ("{", "no configuration"), ("[]", "no configuration"), ("{}", "no configuration"),
     (BERT, "bert models are not supported, only llama, qwen2, qwen3, gemma3_text"),
     (llama(hidden_act="relu"), "the activation relu"), (llama(mlp_bias=True), "mlp_bias"),
     (llama(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}), "yarn rotary scaling"),
     (llama(num_key_value_heads=3), "4 query heads, 3 key heads"), (llama(head_dim=7), "head_dim.*=7"),
     (llama(num_hidden_layers=0), "sizes that fit no model"),
     (Gemma3TextConfig(**SMALL, attn_logit_softcapping=50.0).to_json_string(), "attn_logit_softcapping"),
-    (Gemma3TextConfig(**SMALL, use_bidirectional_attention=True).to_json_string(), "use_bidirectional_attention"),
+    (Gemma3TextConfig(**SMALL, use_bidirectional_attention=True).to_json_string(),
+     "use_bidirectional_attention"),
     (llama(), "is not a model that loads")])
 def test_what_we_do_not_compute_is_refused_by_name_before_any_weight_is_read(tmp_path, config, message):
     if config is not None:
@@ -169,7 +176,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path):
 # Adapters ---------------------------------------------------------------------------------------------------
 
 def adapted(steps):
-    """A model with adapters after some steps of AdamW on random tokens, the optimiser, and its untrained copy."""
+    """A model with adapters after some steps of AdamW on random tokens, the optimiser, an untrained copy."""
     model = Transformer(CONFIGS["qwen2"], seed=3)
     untrained = Transformer(CONFIGS["qwen2"], seed=3)
     add_adapters(model, rank=2, seed=0)
