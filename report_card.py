@@ -15,9 +15,10 @@ import numpy as np
 import torch
 
 from chat import Chat
+from engine import Engine
 from logs import write_logs
 from model import Transformer
-from sampling import Engine, draw_key
+from sampling import draw_key
 from sft import examples_nll
 from simulator import (SUM, asked_fact, human, numbers, objection, overhelpful, revealed_facts,
                        simulator_messages, split_leave, states, words)

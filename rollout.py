@@ -24,10 +24,11 @@ from tqdm import tqdm
 
 from chat import Chat
 from endpoint import EndpointError, EndpointUser, is_endpoint
+from engine import Engine
 from grader import GradingError
 from logs import print_messages, write_logs
 from model import Transformer
-from sampling import Engine, draw_key
+from sampling import draw_key
 from simulator import NAIVE_USER, KeyboardUser, ModelUser, ScriptedUser, human
 from tasks import Problem, generate_problems, marked_answer, read_problems, reward
 from weights import load_speaker

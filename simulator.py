@@ -25,8 +25,9 @@ from functools import lru_cache
 import torch
 
 from chat import Chat
+from engine import Engine
 from model import Transformer
-from sampling import Engine, uniform
+from sampling import uniform
 from tasks import Problem, generate_problems, split_sentences
 
 GREETINGS = ("Hello! Could you please help me?", "Hi!")

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from align_sim import calibrate
+from engine import Engine
 from logs import read_logs, split_logs, write_logs, write_probes
 from model import token_logprobs
 from report_card import (AGREES, NLL, bootstrap, model_nll, opening, report_card,
                          sampled_replies, script_nll, stated_facts, style_measures)
-from sampling import Engine, draw_key
+from sampling import draw_key
 from sft import examples_nll, mean_nll, sft
 from simulator import LEAVE, human, objection, overhelpful, simulator_messages
 from tasks import generate_problems, parse_problem

@@ -11,9 +11,9 @@ import train
 from chat import template_chat
 from config import OWN, Config, parse_config
 from endpoint import EndpointUser
+from engine import SHARED
 from model import Transformer, tiny_config
 from rollout import graded, rollout
-from sampling import SHARED
 from simulator import ScriptedUser
 from tasks import generate_problems
 from train import main

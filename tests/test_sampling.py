@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sampling import BLOCK, Engine, draw_key, sample, uniform
+from sampling import BLOCK, draw_key, sample, uniform
 
 
 def chi_square(observed, expected):
@@ -84,26 +84,3 @@ def test_different_parts_of_a_key_give_different_streams():
             for sample in range(3) for speaker in ("policy", "user")}
     assert len(keys) == 2 * 2 * 3 * 3 * 3 * 2
     assert draw_key(1, 23) != draw_key(12, 3)
-
-
-def test_log_probabilities_recorded_while_sampling_equal_those_recomputed(chat, model):
-    from model import token_logprobs
-    engine = Engine(model, chat, [chat.open(text) for text in ("hi", "how many apples?", "x y z")], [1, 2, 3],
-                    max_new_tokens=9)
-    for turn in range(3):
-        engine.reply()
-        for row in range(3):
-            engine.feed(row, chat.extend(engine.tokens[row][-1], "5 more" * (1 + row * turn)))
-    for tokens, mask, logprobs in zip(engine.tokens, engine.action_mask, engine.logprobs):
-        again = token_logprobs(model, torch.tensor([tokens]), torch.tensor([mask]))[0]
-        assert torch.allclose(again, torch.tensor(logprobs, dtype=torch.float64), atol=1e-9)
-        assert sum(mask) > 0
-
-
-def test_a_reply_never_exceeds_its_budget_or_the_context(chat, model):
-    room = model.config.max_position_embeddings
-    long = chat.open("apples " * (room - 8))
-    engine = Engine(model, chat, [long, chat.open("hi")], [1, 2], max_new_tokens=30)
-    replies = engine.reply()
-    assert len(long) <= room and len(replies[0]) <= room and len(replies[1]) <= 30
-    assert len(engine.tokens[0]) <= room
