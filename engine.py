@@ -1,23 +1,72 @@
 """The engine: a model in the middle of many dialogues, fast because nothing is computed twice.
 
-Caches live across turns: a turn feeds only what is new in it. The ragged texts of users are read in one
-call, common beginnings once; finished dialogues leave the batch.
+1. *Caches live across turns.* A turn feeds only what is new in it; the ragged texts of users are read in one
+   call, what all dialogues begin with is read once.
+2. *Finished rows stop costing.* Dialogues that ended leave the batch, and when half of the replies of a turn
+   are complete the others go on in a cache of their own.
+3. *No waiting in the token loop.* It has no loop over rows, and on a GPU the question whether all replies are
+   complete, which must wait for the answer, is asked every 8 tokens. What was sampled in vain is thrown away.
+4. *Weights in the order of the machine.* On a CPU, oneDNN multiplies up to 1.7 times as fast with weights that
+   were reordered once; an engine makes itself such a copy.
 
 Run `python engine.py` to see what a turn costs with and without the cache.
 
-Shapes: B rows, V vocabulary, T tokens.
+Shapes: B rows, V vocabulary, T tokens, D width.
 """
 
+import copy
 import os
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from chat import Chat, tiny_chat
-from model import KVCache, Transformer, tiny_config
+from model import Attention, FeedForward, KVCache, Transformer, tiny_config
 from sampling import draw_key, sample, uniform
 
 SHARED = 16                      # tokens from which on it pays to read a common beginning once
+ASK_EVERY = 8                    # tokens after which a GPU is asked whether replies are complete
+WIDE = 256                       # width of a model from which on reordered weights pay
+TOGETHER = {Attention: ("q_proj", "k_proj", "v_proj"), FeedForward: ("gate_proj", "up_proj")}
+
+
+class PackedLinear(nn.Module):
+    """Linear layers of one input, for inference on a CPU: one copy of their weights, in the order in which
+    oneDNN reads them.
+
+    Source: the operators that torch.compile's CPU backend uses when it freezes weights.
+    """
+
+    def __init__(self, layers: list[nn.Linear], dtype: torch.dtype):
+        super().__init__()
+        self.dtype, self.widths = dtype, [layer.out_features for layer in layers]
+        biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
+        self.bias = torch.cat(biases).to(dtype) if biases else None
+        weight = torch.cat([layer.weight.detach() for layer in layers]).to(dtype)
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight)
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
+        out = torch.ops.mkldnn._linear_pointwise(x.to(self.dtype), self.weight, self.bias, "none", [], "")
+        return out if len(self.widths) == 1 else out.split(self.widths, dim=-1)
+
+
+def packed(model: Transformer) -> Transformer:
+    """Return a model that computes the same for inference, and shares what is not packed; the model itself
+    where packing is not to be had or does not pay.
+    """
+    dtype = model.compute_dtype
+    if (model.device.type != "cpu" or not torch.backends.mkldnn.is_available() or dtype == torch.float64
+            or model.config.hidden_size < WIDE):
+        return model
+    model = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+    for module in list(model.modules()):
+        linear = {name: child for name, child in module.named_children() if isinstance(child, nn.Linear)}
+        together = TOGETHER.get(type(module), ())
+        if together and linear.keys() >= set(together):                        # no adapters around them
+            module.project = PackedLinear([linear.pop(name) for name in together], dtype).forward
+        for name, layer in linear.items():
+            setattr(module, name, PackedLinear([layer], dtype))
+    return model
 
 
 class Engine:
@@ -29,7 +78,7 @@ class Engine:
 
     def __init__(self, model: Transformer, chat: Chat, openings: list[list[int]], keys: list[int],
                  max_new_tokens: int):
-        self.model, self.chat, self.max_new_tokens = model, chat, max_new_tokens
+        self.model, self.chat, self.max_new_tokens = packed(model), chat, max_new_tokens
         self.room = model.config.max_position_embeddings                          # tokens a dialogue may hold
         self.cache = KVCache(model.config, len(openings), model.device, model.compute_dtype)
         self.keys = torch.tensor(keys, dtype=torch.long, device=model.device)
@@ -93,26 +142,41 @@ class Engine:
 
         A reply ends with a stop token, which is an action like any other, or unfinished at the limit.
 
-        Shapes: B is the number of live dialogues; lengths, limit, done, counts, u, token (B,); hidden (B, D).
+        Shapes: B live dialogues, b rows whose replies are sampled on: tokens, logprobs (B, T); starts, limits
+        (B,); rows, done, token (b,); hidden (b, D).
         """
-        stops = torch.tensor(sorted(self.chat.stop_ids), device=self.keys.device)
-        lengths = torch.tensor([len(self.tokens[row]) for row in self.live], device=self.keys.device)
-        limit = (self.room - lengths).clamp(max=self.max_new_tokens)         # tokens that this reply may have
-        done = torch.zeros(len(self.live), dtype=torch.bool, device=self.keys.device)
-        hidden, tokens, logprobs, counts = self.read(), [], [], torch.zeros_like(limit)
-        while True:
-            u = uniform(self.keys, lengths + counts)
-            token, logprob = sample(self.model.logits(hidden), u)
-            tokens.append(token)
-            logprobs.append(logprob)
-            counts += ~done
-            done |= torch.isin(token, stops) | (counts >= limit)
-            if done.all():
-                break
-            hidden = self.model(token[:, None], self.cache, (~done).long())[:, 0]
-        tokens, logprobs = torch.stack(tokens, 1).tolist(), torch.stack(logprobs, 1).tolist()
-        replies = [ids[:count] for ids, count in zip(tokens, counts.tolist())]
-        for row, ids, values in zip(self.live, replies, logprobs):
+        lengths, device = [len(self.tokens[row]) for row in self.live], self.keys.device
+        budgets = [min(self.max_new_tokens, self.room - length) for length in lengths]
+        stops, starts, limits = (torch.tensor(values, dtype=torch.long, device=device)
+                                 for values in (sorted(self.chat.stop_ids), lengths, budgets))
+        tokens = torch.zeros(len(lengths), max(budgets), dtype=torch.long, device=device)
+        logprobs = torch.zeros_like(tokens, dtype=torch.promote_types(self.model.compute_dtype, torch.float32))
+        hidden, cache, rows = self.read(), self.cache, torch.arange(len(lengths), device=device)
+        done = torch.zeros_like(rows, dtype=torch.bool)
+        for n in range(max(budgets)):
+            token, logprob = sample(self.model.logits(hidden), uniform(self.keys[rows], starts[rows] + n))
+            tokens[rows, n], logprobs[rows, n] = token, logprob
+            done |= torch.isin(token, stops) | (n + 1 >= limits[rows])
+            if device.type == "cpu" or n % ASK_EVERY == ASK_EVERY - 1:
+                left = (~done).nonzero()[:, 0]
+                if len(left) == 0:
+                    break
+                if 2 * len(left) <= len(rows):
+                    if cache is not self.cache:
+                        self.cache.put_back(rows, cache)
+                    rows, token, done = rows[left], token[left], done[left]
+                    cache = self.cache.part(rows)
+            hidden = self.model(token[:, None], cache, (~done).long())[:, 0]
+        if cache is not self.cache:
+            self.cache.put_back(rows, cache)
+        return self.append(tokens, logprobs, torch.isin(tokens, stops), limits)
+
+    def append(self, tokens: Tensor, logprobs: Tensor, stopped: Tensor, limits: Tensor) -> list[list[int]]:
+        """Append what was sampled (B, T) up to the first stop token or the limit (B,), and return it."""
+        first = torch.where(stopped.any(1), stopped.int().argmax(1) + 1, tokens.shape[1])
+        counts = torch.minimum(first, limits).tolist()
+        replies = [ids[:count] for ids, count in zip(tokens.tolist(), counts)]
+        for row, ids, values in zip(self.live, replies, logprobs.tolist()):
             self.tokens[row] += ids
             self.action_mask[row] += [1] * len(ids)
             self.logprobs[row] += values[:len(ids)]

@@ -23,7 +23,8 @@ Shapes: P prompts, G group size, B = P*G dialogues, T tokens, right padded; inde
 import torch
 from torch import Tensor
 
-from model import Transformer, token_logprobs
+from logprobs import token_logprobs
+from model import Transformer
 
 
 def agree(rewards: Tensor) -> Tensor:

@@ -15,7 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import Gemma3TextConfig, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
-from model import KVCache, Transformer, add_adapters, autocast, trainable
+from lora import add_adapters, trainable
+from model import KVCache, Transformer, autocast
 
 GB = 1e9
 # sizes from the models' published config.json

@@ -1,15 +1,13 @@
 """The language model: a decoder-only transformer in plain PyTorch.
 
 RMSNorm, rotary positions, grouped-query attention and a gated feed-forward, as in Llama (arXiv 2302.13971).
-Policy, reference and simulator are all this one class, whether they have 0.1 M parameters or 7 B. Three
-things matter to reinforcement learning on dialogues:
+Policy, reference and simulator are all this one class, whether they have 0.1 M parameters or 7 B. Two things
+matter to reinforcement learning on dialogues:
 
 1. `KVCache` keeps a length per row, because the dialogues of a batch grow at different speeds: every turn
-   feeds only what is new, and rows that have nothing new are padded on the right without leaving a trace.
-2. `token_logprobs` is the only place where predictions are shifted by one. Everywhere else index t speaks
-   about token t.
-3. `add_adapters` trains a low-rank correction where the whole model does not fit (LoRA); the reference is
-   then the same weights with the adapters off.
+   feeds only what is new, and what pads it to a rectangle is not computed.
+2. A row may hold several dialogues one after the other, its `segments`: none sees another, so training need
+   not pad.
 
 Configurations are Hugging Face's and so are the names of the parameters (weights.py reads and writes them).
 What the families differ in:
@@ -106,9 +104,10 @@ def check_config(config: PreTrainedConfig) -> None:
 class KVCache:
     """Keys and values of B dialogues, each with its own length; the capacity grows when it has to.
 
-    One slot beyond the capacity takes the writes of padding, so that they never meet a real token.
+    New tokens come as (B, T), right padded. Everything but attention sees only the A real ones, in one row.
+    One slot beyond the capacity takes what rows without a new token write, so that it never meets a real one.
 
-    Shapes: keys and values of a layer (B, K, capacity + 1, E); lengths (B,).
+    Shapes: keys and values of a layer (B, K, capacity + 1, E); lengths (B,); rows, offsets, slots (A,).
     """
 
     def __init__(self, config: PreTrainedConfig, batch: int, device=None, dtype=None):
@@ -140,12 +139,53 @@ class KVCache:
         self.lengths = self.lengths[rows]
         self.longest = int(self.lengths.max()) if len(self.lengths) else 0
 
-    def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k and v (B, K, T, E) at `slots` (B, T); return all keys and values up to the longest row."""
-        rows = torch.arange(len(slots), device=slots.device)[:, None]
-        self.keys[layer][rows, :, slots] = k.transpose(1, 2)
-        self.values[layer][rows, :, slots] = v.transpose(1, 2)
+    def part(self, rows: Tensor) -> "KVCache":
+        """Return a cache of `rows` alone, to go on with while the others rest."""
+        part = copy.copy(self)
+        part.keys, part.values = ([F.pad(old[rows, :, :self.longest], (0, 0, 0, 1)) for old in tensors]
+                                  for tensors in (self.keys, self.values))
+        part.lengths = self.lengths[rows]
+        return part
+
+    def put_back(self, rows: Tensor, part: "KVCache") -> None:
+        """Take over what a `part` has become."""
+        self.longest = max(self.longest, part.longest)
+        self.reserve(self.longest)
+        for tensors, news in ((self.keys, part.keys), (self.values, part.values)):
+            for old, new in zip(tensors, news):
+                old[rows, :, :part.longest] = new[:, :, :part.longest]
+        self.lengths[rows] = part.lengths
+
+    def place(self, counts: Tensor, T: int) -> None:
+        """Find a place for the first counts (B,) of T tokens a row: new token i is tokens[rows[i], offsets[i]]
+        and goes to slots[i].
+
+        A single token a row is not selected, which would make shapes depend on data at every token.
+        """
+        if T == 1:
+            self.rows, self.longest = torch.arange(len(counts), device=counts.device), self.longest + 1
+            self.reserve(self.longest)
+            self.offsets, self.slots = torch.zeros_like(self.rows), self.lengths.where(counts > 0, self.capacity)
+        else:
+            self.rows, self.offsets = (torch.arange(T, device=counts.device)
+                                       < counts[:, None]).nonzero(as_tuple=True)
+            self.longest = int((self.lengths + counts).max())
+            self.reserve(self.longest)
+            self.slots = self.lengths[self.rows] + self.offsets
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store k and v (1, K, A, E) in their slots; return all keys and values up to the longest row."""
+        self.keys[layer][self.rows, :, self.slots] = k[0].transpose(0, 1)
+        self.values[layer][self.rows, :, self.slots] = v[0].transpose(0, 1)
         return self.keys[layer][:, :, :self.longest], self.values[layer][:, :, :self.longest]
+
+    def padded(self, x: Tensor, T: int) -> Tensor:
+        """Return x (1, heads, A, E) as (B, heads, T, E), zero where there is no new token."""
+        if T == 1:
+            return x.transpose(0, 2)
+        out = x.new_zeros(len(self.lengths), T, x.shape[1], x.shape[3])
+        out[self.rows, self.offsets] = x[0].transpose(0, 1)
+        return out.transpose(1, 2)
 
 
 class RMSNorm(nn.Module):
@@ -210,19 +250,27 @@ class Attention(nn.Module):
         self.head_size = E
         self.scale = config.query_pre_attn_scalar ** -0.5 if family == "gemma3_text" else E ** -0.5
 
-    def forward(self, x: Tensor, rope: tuple, mask: Tensor | None, cache: KVCache | None, slots) -> Tensor:
-        B, T, _ = x.shape
-        q, k, v = (proj(x).view(B, T, -1, self.head_size).transpose(1, 2)           # (B, N or K, T, E)
-                   for proj in (self.q_proj, self.k_proj, self.v_proj))
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values."""
+        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
+
+    def forward(self, x: Tensor, rope: tuple, mask: Tensor | None, cache: KVCache | None, T: int) -> Tensor:
+        q, k, v = (heads.view(*x.shape[:2], -1, self.head_size).transpose(1, 2)    # (B, N or K, T, E)
+                   for heads in self.project(x))
         q, k = rotate(self.q_norm(q), *rope), rotate(self.k_norm(k), *rope)
-        if cache is not None:
-            k, v = cache.write(self.layer, k, v, slots)                            # (B, K, S, E)
-        grouped = T == 1 and q.dtype != torch.float32    # in half precision every head would repack its keys
-        if grouped:             # the query heads of a key head become queries of one: keys are read once
-            q = q.view(B, k.shape[1], -1, self.head_size)                          # (B, K, N / K, E)
+        if cache is not None:                                                      # from (1, N or K, A, E)
+            q, (k, v) = cache.padded(q, T), cache.write(self.layer, k, v)          # k, v: (B, K, S, E)
+        shape, K, grouped = q.shape, k.shape[1], T == 1 and q.dtype != torch.float32
+        if grouped:    # in half precision: the query heads of a key head are its queries, keys are read once
+            q = q.reshape(len(q), K, -1, self.head_size)                           # (B, K, N / K, E)
+        elif mask is not None and q.is_cuda:         # no fast kernel there takes a mask and grouped heads
+            k, v = (heads.repeat_interleave(q.shape[1] // K, dim=1) for heads in (k, v))
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and T > 1,
                                              scale=self.scale, enable_gqa=not grouped)
-        return self.o_proj(out.reshape(B, 1, -1) if grouped else out.transpose(1, 2).reshape(B, T, -1))
+        out = out.reshape(shape).transpose(1, 2)                                   # (B, T, N, E)
+        if cache is not None:
+            out = out[cache.rows, cache.offsets][None]                             # (1, A, N, E)
+        return self.o_proj(out.flatten(2))
 
 
 class FeedForward(nn.Module):
@@ -235,8 +283,13 @@ class FeedForward(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
         self.act = nn.GELU(approximate="tanh") if config.model_type == "gemma3_text" else nn.SiLU()
 
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return gate and up."""
+        return self.gate_proj(x), self.up_proj(x)
+
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.project(x)
+        return self.down_proj(self.act(gate) * up)
 
 
 class Block(nn.Module):
@@ -305,54 +358,61 @@ class Transformer(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return self.lm_head.weight.device
+        return self.model.embed_tokens.weight.device
 
     @property
     def compute_dtype(self) -> torch.dtype:
         """What keys and values come in: autocast's type where it is on, else that of the weights."""
         kind = self.device.type
         on = torch.is_autocast_enabled(kind)
-        return torch.get_autocast_dtype(kind) if on else self.lm_head.weight.dtype
+        return torch.get_autocast_dtype(kind) if on else self.model.embed_tokens.weight.dtype
 
-    def forward(self, tokens: Tensor, cache: KVCache | None = None, counts: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, cache: KVCache | None = None, counts: Tensor | None = None,
+                segments: Tensor | None = None) -> Tensor:
         """Return the hidden states (B, T, D) of `tokens` (B, T), right padded.
 
         With a cache, `counts` (B,) says how many tokens of each row are real; they follow what the row holds
-        already. Hidden states of padding are meaningless.
+        already. Hidden states of padding are meaningless. `segments` (B, T) numbers the dialogues of a row
+        that holds several: each starts at position 0 and sees only itself.
         """
         B, T = tokens.shape
-        offsets, slots, S = torch.arange(T, device=tokens.device), None, T
-        positions = offsets.expand(B, T)
+        positions, S = torch.arange(T, device=tokens.device).expand(B, T), T
+        if segments is not None:
+            starts = torch.where(segments.diff(dim=1, prepend=segments[:, :1] - 1) != 0, positions, 0)
+            positions = positions - starts.cummax(dim=1).values
+        x, places = self.model.embed_tokens(tokens), positions
         if cache is not None:
-            cache.longest = S = cache.longest + T
-            cache.reserve(S)
-            positions = cache.lengths[:, None] + offsets
-            real = offsets < counts[:, None]
-            slots = torch.where(real, positions, cache.capacity)                   # padding: the spare slot
-        x = self.model.embed_tokens(tokens)
+            cache.place(counts, T)
+            positions, S = cache.lengths[:, None] + positions, cache.longest
+            x, places = (values[cache.rows, cache.offsets][None] for values in (x, positions))   # (1, A, ...)
         if self.config.model_type == "gemma3_text":
             x = x * torch.tensor(self.config.hidden_size ** 0.5, dtype=x.dtype, device=x.device)
         kinds = layer_types(self.config)
         ropes, masks = {}, {}
         for kind in set(kinds):
-            cos, sin = rotary(positions, frequencies(self.config, kind, tokens.device))
+            cos, sin = rotary(places, frequencies(self.config, kind, tokens.device))
             ropes[kind] = cos.to(x.dtype), sin.to(x.dtype)
-            masks[kind] = self.attention_mask(positions, S, kind, cached=cache is not None)
+            masks[kind] = self.attention_mask(positions, S, kind, cache is not None, segments)
         for layer, kind in zip(self.model.layers, kinds):
-            x = layer(x, ropes[kind], masks[kind], cache, slots)
-        if cache is not None:
-            cache.lengths = cache.lengths + counts
-        return self.model.norm(x)
+            x = layer(x, ropes[kind], masks[kind], cache, T)
+        x = self.model.norm(x)
+        if cache is None:
+            return x
+        cache.lengths = cache.lengths + counts
+        return cache.padded(x[:, None], T)[:, 0]
 
-    def attention_mask(self, positions: Tensor, S: int, kind: str, cached: bool) -> Tensor | None:
-        """Return what each position (B, T) sees of the first S, (B, 1, T, S); None for plain causal
-        attention.
-        """
+    def attention_mask(self, positions: Tensor, S: int, kind: str, cached: bool,
+                       segments: Tensor | None) -> Tensor | None:
+        """Return what each position (B, T) sees of the first S, (B, 1, T, S); None is plain causal attention."""
         window = self.config.sliding_window if kind == SLIDING else S
-        if not cached and window >= S:
+        if not cached and segments is None and window >= S:
             return None
-        distance = positions[..., None] - torch.arange(S, device=positions.device)
-        return ((distance >= 0) & (distance < window))[:, None]
+        if segments is None:
+            distance = positions[..., None] - torch.arange(S, device=positions.device)
+            return ((distance >= 0) & (distance < window))[:, None]
+        distance = positions[:, :, None] - positions[:, None]
+        together = segments[:, :, None] == segments[:, None]
+        return (together & (distance >= 0) & (distance < window))[:, None]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the scores (..., V) of the token that follows, in fp32 at least."""
@@ -360,76 +420,6 @@ class Transformer(nn.Module):
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
         cap = getattr(self.config, "final_logit_softcapping", None)
         return cap * torch.tanh(scores / cap) if cap else scores
-
-
-def token_logprobs(model: Transformer, tokens: Tensor, mask: Tensor, temperature: float = 1.0) -> Tensor:
-    """Return log p(tokens[b, t] | tokens[b, :t]) at temperature, where `mask` is true, and 0 elsewhere.
-
-    Only the positions asked for go through the head: a dialogue's user tokens cost no logits. Rows are right
-    padded; causality keeps padding out, so ids never decide what is padding.
-
-    Shapes: tokens (B, T), mask (B, T) -> (B, T). Position 0 has no context: its mask must be false.
-    """
-    assert tokens.shape == mask.shape, f"tokens {tuple(tokens.shape)} and mask {tuple(mask.shape)} differ"
-    mask = mask.bool()
-    assert not mask[:, 0].any(), "position 0 has no context, so no log-probability"
-    hidden = model(tokens)[:, :-1][mask[:, 1:]]                                # (A, D), A positions asked for
-    logprobs = (model.logits(hidden) / temperature).log_softmax(-1)                # (A, V)
-    chosen = logprobs.gather(-1, tokens[:, 1:][mask[:, 1:]][:, None])[:, 0]        # (A,)
-    return torch.zeros(tokens.shape, device=tokens.device, dtype=chosen.dtype).masked_scatter(mask, chosen)
-
-
-# Adapters ---------------------------------------------------------------------------------------------------
-
-class Adapter(nn.Module):
-    """A frozen linear layer and a trainable correction of low rank to it. Source: LoRA, arXiv 2106.09685, eq.
-    3 with alpha = 2 rank.
-
-    The correction starts at zero: `expand` is zero, `reduce` is not.
-    """
-    SCALE = 2.0                                                                          # alpha / rank
-
-    def __init__(self, base: nn.Linear, rank: int, generator: torch.Generator):
-        super().__init__()
-        reduce = torch.randn(rank, base.in_features, generator=generator) / base.in_features ** 0.5
-        self.base = base
-        self.reduce = nn.Parameter(reduce.to(base.weight.device))                        # (rank, in), fp32
-        self.expand = nn.Parameter(torch.zeros(base.out_features, rank, device=base.weight.device))
-
-    def forward(self, x: Tensor) -> Tensor:
-        correction = F.linear(F.linear(x, self.reduce.to(x.dtype)), self.expand.to(x.dtype))
-        return self.base(x) + self.SCALE * correction
-
-    @torch.no_grad()
-    def merged(self) -> Tensor:
-        """Return the weight of the one linear layer that computes the same."""
-        return (self.base.weight + self.SCALE * self.expand @ self.reduce).to(self.base.weight.dtype)
-
-
-def add_adapters(model: Transformer, rank: int, seed: int) -> None:
-    """Freeze a model and put an adapter around every linear layer of its blocks."""
-    model.requires_grad_(False)
-    generator = torch.Generator().manual_seed(seed)
-    for module in list(model.model.layers.modules()):
-        for name, child in list(module.named_children()):
-            if isinstance(child, nn.Linear):
-                setattr(module, name, Adapter(child, rank, generator))
-
-
-def trainable(model: Transformer) -> list[nn.Parameter]:
-    """Return what an optimiser may change: everything, or the adapters."""
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-
-def reference_of(policy: Transformer) -> Transformer:
-    """Return a policy as it is before training: a copy that shares frozen weights, with its adapters off."""
-    shared = {id(parameter): parameter for parameter in policy.parameters() if not parameter.requires_grad}
-    reference = copy.deepcopy(policy, shared).requires_grad_(False)
-    for module in list(reference.modules()):
-        for name, child in list(module.named_children()):
-            if isinstance(child, Adapter):
-                setattr(module, name, child.base)
-    return reference
 
 
 def main() -> None:

@@ -1,25 +1,46 @@
 """The sampler.
 
-`sample` turns logits into the next token and its log-probability in one pass. Two decisions matter:
+`sample` turns logits into the next token and its log-probability: temperature, log-sum-exp, draw and
+log-probability together. Four decisions matter:
 
 1. *Randomness is a function, not a state.* The uniform number behind a token is a hash of (seed, phase, step,
    problem, sample, speaker, position). Equal logits give equal draws whoever shares the batch, nothing
    repeats between steps or speakers, and a run can be resumed anywhere.
-2. *Inverse CDF over block sums.* One uniform a row picks a block of the vocabulary, then a token in it, so
-   nothing of size V is drawn. There is no top-k or top-p: the recorded log-probability is that of the
-   distribution that is trained, and the first importance ratio after a rollout is 1.
+2. *Inverse CDF over two levels.* One uniform a row picks a block of the vocabulary, and where it falls inside
+   picks a token of the block, so nothing of size V is drawn. There is no top-k or top-p: the recorded
+   log-probability is that of the distribution that is trained, and the first importance ratio after a
+   rollout is 1.
+3. *Memory is the cost.* At V = 49,152 a row is 192 KiB, and time goes into moving it. The CPU takes a few
+   rows at a time, which stay in its cache. The GPU reads the logits once, keeps the maximum and the sum of
+   every block, and reads the drawn block again: p(token) = p(block) p(token | block).
+4. *Two implementations, one definition.* `sample_torch` is the one to read; `sample_triton` runs where logits
+   are on a GPU. Weights are exponentials in fp32 (fp64 for fp64 logits), running sums are in fp64, so both
+   draw the same token unless u is within 1e-6 of a boundary of the CDF.
 
 Run `python sampling.py` to compare frequencies with probabilities.
 
-Shapes: B rows, V vocabulary, T tokens.
+Shapes: B rows, V vocabulary, T tokens, C = ceil(V / BLOCK) blocks.
 """
+
+from __future__ import annotations                      # so that kernels may name tl where triton is absent
 
 from hashlib import blake2b
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+
+try:
+    import triton                                                   # comes with CUDA builds of PyTorch
+    import triton.language as tl
+except ImportError:
+    triton = None
 
 BLOCK = 128                      # tokens a block of the inverse CDF
+CHUNK = 2 ** 19                  # logits that `sample_torch` takes at a time: 2 MiB in fp32 stay in cache
+LAST = 1 - 2 ** -24              # the greatest number below 1 in fp32
+TILE = 32                        # blocks that a GPU program sums
+jit = triton.jit if triton else lambda kernel: kernel
 
 
 def draw_key(*parts) -> int:
@@ -37,38 +58,137 @@ def uniform(keys: Tensor, positions: Tensor) -> Tensor:
     x = (x ^ (x >> 27 & 0x1FFFFFFFFF)) * -7723592293110705685                      # 0x94D049BB133111EB
     x = x ^ (x >> 31 & 0x1FFFFFFFF)
     u = ((x >> 40 & 0xFFFFFF).float() + 0.5) / 2 ** 24
-    return u.clamp(max=1 - 2 ** -24)                                             # fp32 rounds the last one up
+    return u.clamp(max=LAST)                                                     # fp32 rounds the last one up
 
 
-def below(x: Tensor) -> Tensor:
-    """Return the next smaller number: a target below a running sum ends on a token that raised it."""
-    return torch.nextafter(x, torch.zeros_like(x))
+def weigh(logits: Tensor, temperature: float) -> Tensor:
+    """Return probabilities at temperature, in fp32 at least, up to a factor a row.
+
+    Temperature divides what is left after subtracting the maximum, so that huge logits over a tiny
+    temperature cannot become inf - inf. Softmax does the rest in one fused pass, faster than exp; `invert`
+    divides by a total in fp64, so that softmax's own, in fp32, cancels.
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if temperature != 1:
+        logits = (logits - logits.amax(-1, keepdim=True)).div_(temperature)
+    return logits.softmax(-1)
+
+
+def invert(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the index at quantile `u` of every row's CDF, its probability, and the quantile of u inside it.
+
+    With weights [1, 0, 2, 1] and u = 0.5 the target is 2 of 4, running sums are [1, 1, 3, 4], and the first
+    above 2 is that of index 2: its probability is 1/2, and the target lies at (2 - 1) / 2 = 1/2 of it.
+    Weight 0 does not raise the running sum, so it is never drawn.
+
+    Shapes: weights (B, N), u (B,) in [0, 1) -> (B,), (B,), (B,).
+    """
+    wide = torch.float32 if weights.device.type == "mps" else torch.float64            # mps has no fp64
+    edges = pad(weights.to(wide), (1, 0)).cumsum(-1)                                   # (B, N + 1)
+    total = edges[:, -1:]
+    target = u[:, None].clamp(max=LAST) * total                                        # below the total
+    index = torch.searchsorted(edges, target, right=True) - 1
+    index = index.clamp(max=weights.shape[1] - 1)                                      # nan would be beyond
+    weight = weights.gather(-1, index)
+    inside = (target - edges.gather(-1, index)) / weight
+    return index[:, 0], (weight / total)[:, 0], inside[:, 0]
+
+
+def sample_torch(logits: Tensor, u: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Return what `sample` does, on any device, for a temperature above 0."""
+    V, parts = logits.shape[-1], []
+    few = max(1, CHUNK // max(V, BLOCK))
+    for rows, quantiles in zip(logits.split(few), u.split(few)):
+        weights = weigh(rows, temperature)
+        weights = pad(weights, (0, -V % BLOCK)) if V % BLOCK else weights
+        blocks = weights.view(len(rows), -1, BLOCK)
+        block, p_block, inside = invert(blocks.sum(-1), quantiles)
+        drawn = blocks[torch.arange(len(rows), device=logits.device), block]           # (rows, BLOCK)
+        parts.append((block, p_block, inside, drawn))
+    block, p_block, inside, drawn = (torch.cat(part) for part in zip(*parts))
+    token, p_token, _ = invert(drawn, inside)
+    token = (block * BLOCK + token).clamp(max=V - 1)                                    # of a row of nan
+    return token, (p_block.log() + p_token.log()).to(drawn.dtype)
+
+
+@jit
+def sum_blocks(logits, tops, sums, stride, V, temperature, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """Write the maximum of each of TILE blocks of a row, and the sum of exp((logit - maximum) / temperature).
+
+    Shapes: logits (B, V), tops (B, C), sums (B, C).
+    """
+    row, C = tl.program_id(0).to(tl.int64), tl.cdiv(V, BLOCK)
+    block = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    at = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    x = tl.load(logits + row * stride + at, mask=at < V, other=-float("inf")).to(tl.float32)
+    top = tl.max(x, 1)
+    origin = tl.where(top == -float("inf"), 0.0, top)                      # an empty block sums to 0, not nan
+    tl.store(tops + row * C + block, top, mask=block < C)
+    tl.store(sums + row * C + block, tl.sum(tl.exp((x - origin[:, None]) / temperature), 1), mask=block < C)
+
+
+@jit
+def invert_row(weights, u, N: tl.constexpr):
+    """Do what `invert` does to one row. A parallel running sum may rise by a rounding error where a weight is
+    0, so indices of weight 0 are ruled out by name.
+    """
+    at, weights = tl.arange(0, N), weights.to(tl.float64)
+    edges, total = tl.cumsum(weights, 0), tl.sum(weights, 0)
+    target = tl.minimum(u, 1 - 2 ** -24) * total                                        # LAST
+    index = tl.min(tl.where((edges > target) & (weights > 0), at, N), 0)                # N: the row is nan
+    weight = tl.sum(tl.where(at == index, weights, 0.0), 0)
+    before = tl.sum(tl.where(at < index, weights, 0.0), 0)
+    return index, weight / total, (target - before) / weight
+
+
+@jit
+def draw(logits, u, tops, sums, tokens, logprobs, stride, V, temperature, BLOCK: tl.constexpr,
+         N: tl.constexpr):
+    """Write the token of a row and its log-probability, from its block sums and the drawn block's logits.
+
+    Shapes: logits (B, V), u (B,), tops (B, C), sums (B, C), tokens (B,), logprobs (B,); N is a power of 2, at
+    least C.
+    """
+    row, C, at = tl.program_id(0).to(tl.int64), tl.cdiv(V, BLOCK), tl.arange(0, N)
+    top = tl.load(tops + row * C + at, mask=at < C, other=-float("inf"))
+    weights = tl.load(sums + row * C + at, mask=at < C, other=0.0)
+    scale = tl.exp((top - tl.max(top, 0)) / temperature)
+    weights = tl.where(weights == 0, 0.0, weights * scale)                              # nan stays nan
+    block, p_block, inside = invert_row(weights, tl.load(u + row).to(tl.float64), N)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + row * stride + at, mask=at < V, other=-float("inf")).to(tl.float32)
+    token, p_token, _ = invert_row(tl.exp((x - tl.max(x, 0)) / temperature), inside, BLOCK)
+    tl.store(tokens + row, tl.minimum(block * BLOCK + token, V - 1))
+    tl.store(logprobs + row, (tl.log(p_block) + tl.log(p_token)).to(tl.float32))
+
+
+def sample_triton(logits: Tensor, u: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Return what `sample` does, for logits in fp32 or less on a GPU and a temperature above 0."""
+    B, V = logits.shape
+    C, u, temperature = triton.cdiv(V, BLOCK), u.contiguous(), float(temperature)
+    logits = logits if logits.stride(-1) == 1 else logits.contiguous()
+    tops, sums = torch.empty(2, B, C, device=logits.device)
+    tokens, logprobs = torch.empty_like(u, dtype=torch.long), torch.empty_like(u, dtype=torch.float32)
+    sum_blocks[B, triton.cdiv(C, TILE)](logits, tops, sums, logits.stride(0), V, temperature, BLOCK, TILE)
+    draw[B,](logits, u, tops, sums, tokens, logprobs, logits.stride(0), V, temperature, BLOCK,
+             triton.next_power_of_2(C))
+    return tokens, logprobs
 
 
 def sample(logits: Tensor, u: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """Return the token of every row at quantile `u` of its distribution, and the token's log-probability.
 
-    A token of probability zero is never returned. Temperature 0 is greedy, with log-probability 0.
+    A token of probability zero is never returned. Temperature 0 is greedy, with log-probability 0. A row that
+    holds nan gives some token, with log-probability nan.
 
-    Shapes: logits (B, V), u (B,) in (0, 1) -> tokens (B,), logprobs (B,).
+    Shapes: logits (B, V), u (B,) in (0, 1) -> tokens (B,), logprobs (B,) in fp32 at least.
     """
     assert logits.shape[:1] == u.shape, f"one uniform a row: logits {tuple(logits.shape)}, u {tuple(u.shape)}"
     if temperature == 0:
-        return logits.argmax(-1), torch.zeros(len(logits), dtype=logits.dtype, device=logits.device)
-    B, V = logits.shape
-    scaled = logits / temperature
-    top = scaled.amax(-1, keepdim=True)
-    weights = (scaled - top).exp()                                                 # (B, V), the largest is 1
-    blocks = torch.nn.functional.pad(weights, (0, -V % BLOCK)).view(B, -1, BLOCK)
-    totals = blocks.sum(-1).cumsum(-1)                                             # (B, V / BLOCK)
-    total = totals[:, -1]
-    target = torch.minimum(u * total, below(total))[:, None]
-    block = (totals <= target).sum(-1, keepdim=True)                # the first whose total exceeds the target
-    before = torch.where(block > 0, totals.gather(-1, (block - 1).clamp(min=0)), 0.0)
-    inside = blocks[torch.arange(B, device=logits.device), block[:, 0]].cumsum(-1)           # (B, BLOCK)
-    target = torch.minimum(target - before, below(inside[:, -1:]))       # sums round differently: stay inside
-    token = block[:, 0] * BLOCK + (inside <= target).sum(-1)
-    return token, (scaled.gather(-1, token[:, None]) - top)[:, 0] - total.log()
+        top, tokens = logits.max(-1)
+        return tokens, (top - top).to(torch.promote_types(top.dtype, torch.float32))
+    fused = triton and logits.is_cuda and logits.dtype != torch.float64
+    return (sample_triton if fused else sample_torch)(logits, u, temperature)
 
 
 def main() -> None:

@@ -14,7 +14,9 @@ import torch
 from tqdm import tqdm
 
 from chat import tiny_chat
-from model import Transformer, autocast, tiny_config, token_logprobs, trainable
+from logprobs import token_logprobs
+from lora import trainable
+from model import Transformer, autocast, tiny_config
 
 Example = tuple[list[int], list[int]]           # ids and mask of a dialogue, as `Chat.render` returns them
 TOKENS = 8192                                   # padding included, that are scored together

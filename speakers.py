@@ -19,7 +19,8 @@ from config import Config
 from data import Data
 from endpoint import is_endpoint
 from logs import told_at_once, write_logs
-from model import Transformer, add_adapters, tiny_config
+from lora import add_adapters
+from model import Transformer, tiny_config
 from records import log_losses
 from rollout import ASSISTANT
 from sampling import draw_key

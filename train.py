@@ -37,7 +37,8 @@ from data import Data, load_data
 from endpoint import EndpointError, EndpointUser, is_endpoint
 from grpo import advantages, agree, update
 from logs import logged_contexts
-from model import Transformer, add_adapters, autocast, reference_of, trainable
+from lora import add_adapters, reference_of, trainable
+from model import Transformer, autocast
 from plot import ASSETS, METHODS, draw_curves, print_table
 from records import METRICS, append_csv, append_samples, forget_after, mean, print_row, read_rows, write_json
 from report_card import print_report_card, report_card

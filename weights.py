@@ -25,7 +25,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging
 
 from chat import Chat, load_chat, located, one_line
-from model import Adapter, Transformer, check_config, trainable
+from lora import Adapter, trainable
+from model import Transformer, check_config
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
                  "gemma3_text": "Gemma3ForCausalLM"}

@@ -1,6 +1,7 @@
 """Shared by all tests: a small untrained model that speaks the embedded tokenizer, and a fake server."""
 
 import json
+import os
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+os.environ["TRITON_INTERPRET"] = "1"           # kernels run on the CPU; read when triton is imported
 
 from chat import tiny_chat  # noqa: E402
 from model import Transformer, tiny_config  # noqa: E402

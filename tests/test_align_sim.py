@@ -8,8 +8,8 @@ import torch
 
 from align_sim import calibrate
 from engine import Engine
+from logprobs import token_logprobs
 from logs import read_logs, split_logs, write_logs, write_probes
-from model import token_logprobs
 from report_card import (AGREES, NLL, bootstrap, model_nll, opening, report_card,
                          sampled_replies, script_nll, stated_facts, style_measures)
 from sampling import draw_key

@@ -3,7 +3,7 @@
 import torch
 
 from engine import Engine
-from model import token_logprobs
+from logprobs import token_logprobs
 
 
 def test_log_probabilities_recorded_while_sampling_equal_those_recomputed(chat, model):

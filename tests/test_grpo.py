@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from grpo import advantages, policy_loss, update
-from model import Transformer, tiny_config, token_logprobs
+from logprobs import token_logprobs
+from model import Transformer, tiny_config
 
 
 def test_advantages_by_hand():

@@ -5,7 +5,9 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from memory import MODELS, cache_bytes, run_bytes, size, training_bytes
-from model import KVCache, Transformer, add_adapters, autocast, tiny_config, token_logprobs, trainable
+from logprobs import token_logprobs
+from lora import add_adapters, trainable
+from model import KVCache, Transformer, autocast, tiny_config
 
 CONFIG = tiny_config(3000, hidden_size=128, intermediate_size=256, num_hidden_layers=3)
 SHAPE = dict(dialogues=3, tokens=50, actions=20)

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from model import KVCache, Transformer, tiny_config, token_logprobs
+from logprobs import token_logprobs
+from model import KVCache, Transformer, tiny_config
 from weights import load_model, save_model
 
 SMALL = dict(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,

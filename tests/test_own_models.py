@@ -60,7 +60,8 @@ def test_the_policy_is_told_what_to_do_and_the_simulator_to_be_a_user(own, tmp_p
 def test_recorded_log_probabilities_equal_recomputed_ones_under_autocast(own):
     """In bf16 they agree within its rounding, so that the first importance ratio is about 1."""
     from grpo import policy_loss
-    from model import autocast, token_logprobs
+    from logprobs import token_logprobs
+    from model import autocast
     from rollout import pad
     model, chat = load_speaker(own)
     problems = generate_problems("train", 8)

@@ -5,7 +5,7 @@ from itertools import groupby
 import pytest
 import torch
 
-from model import token_logprobs
+from logprobs import token_logprobs
 from rollout import find_simulator, pad, rollout, wilson
 from simulator import LEAVE, ModelUser, ScriptedUser
 from tasks import generate_problems
