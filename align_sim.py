@@ -16,13 +16,15 @@ import math
 import sys
 from pathlib import Path
 
+import torch
+
 from chat import Chat, is_embedded, tiny_chat
 from logs import read_logs, split_logs, write_logs, write_probes
 from model import Transformer, autocast, tiny_config
 from report_card import print_report_card, report_card
 from rollout import MAX_NEW_TOKENS
 from sampling import draw_key
-from sft import sft
+from sft import TOKEN_BUDGET, sft
 from simulator import NAIVE_USER, human, overhelpful, simulator_messages
 from tasks import Problem, generate_problems
 from weights import load_speaker, save_speaker
@@ -43,7 +45,7 @@ def naive_simulator(chat: Chat, problems: list[Problem], *, steps: int, batch: i
 
 
 def calibrate(simulator: Transformer, chat: Chat, logs: list[dict], *, steps: int, batch: int, lr: float,
-              seed: int, micro_batch: int = 16, precision: str = "fp32",
+              seed: int, token_budget: int = TOKEN_BUDGET, precision: str = "fp32",
               stop_early: bool = False) -> list[float]:
     """Fine-tune a simulator in place on what people said in `logs`; return the losses.
 
@@ -53,7 +55,8 @@ def calibrate(simulator: Transformer, chat: Chat, logs: list[dict], *, steps: in
     examples = [chat.render(simulator_messages(log)) for log in logs]
     sixth = max(1, len(logs) // 6) if stop_early and len(logs) > 1 else 0
     return sft(simulator, examples[sixth:], steps=steps, batch=batch, lr=lr, seed=seed,
-               micro_batch=micro_batch, precision=precision, validation=examples[:sixth], title="calibration")
+               token_budget=token_budget, precision=precision, validation=examples[:sixth],
+               title="calibration")
 
 
 def fail(message: str) -> None:
@@ -74,8 +77,9 @@ def parse_args() -> argparse.Namespace:
                                                   f"{CALIBRATION_STEPS} embedded, {OWN_STEPS} for another)")
     parser.add_argument("--batch", type=int, help=f"dialogues a step (default: {SFT_BATCH}, {OWN_BATCH})")
     parser.add_argument("--lr", type=float, help=f"largest learning rate (default: {SFT_LR}, {OWN_LR})")
-    parser.add_argument("--micro-batch", type=int, default=4,
-                        help="dialogues a forward and backward pass (default: 4)")
+    parser.add_argument("--token-budget", type=int, default=TOKEN_BUDGET,
+                        help="tokens, padding included, of a forward and backward pass: lower it if memory "
+                             f"runs out (default: {TOKEN_BUDGET})")
     parser.add_argument("--max-new-tokens", type=int, default=MAX_NEW_TOKENS,
                         help=f"tokens a reply may have on the report card (default: {MAX_NEW_TOKENS})")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32",
@@ -88,7 +92,7 @@ def parse_args() -> argparse.Namespace:
     defaults = (CALIBRATION_STEPS, SFT_BATCH, SFT_LR) if embedded else (OWN_STEPS, OWN_BATCH, OWN_LR)
     for name, default in zip(("steps", "batch", "lr"), defaults):
         setattr(args, name, default if getattr(args, name) is None else getattr(args, name))
-    if min(args.steps, args.batch, args.micro_batch, args.max_new_tokens) < 1 or args.seed < 0 \
+    if min(args.steps, args.batch, args.token_budget, args.max_new_tokens) < 1 or args.seed < 0 \
             or not 0 < args.lr < math.inf:
         fail("--seed must be at least 0, --lr above 0, the other numbers at least 1")
     if args.out and Path(args.out).exists():
@@ -117,7 +121,7 @@ def main() -> None:
                                        seed=args.seed, device=args.device)
         calibrated = copy.deepcopy(naive)
         losses = calibrate(calibrated, chat, logs, steps=args.steps, batch=args.batch, lr=args.lr,
-                           seed=args.seed, micro_batch=args.micro_batch, precision=args.precision,
+                           seed=args.seed, token_budget=args.token_budget, precision=args.precision,
                            stop_early=script is None)
         print(f"calibrated on {len(logs)} dialogues, {len(losses)} steps: "
               f"loss {losses[0]:.3f} -> {losses[-1]:.3f} nats a token", flush=True)
@@ -128,6 +132,8 @@ def main() -> None:
                                max_new_tokens=args.max_new_tokens, probes=probes, script=script)
     except (ValueError, FloatingPointError, OSError) as error:
         fail(str(error))
+    except torch.OutOfMemoryError:
+        fail("out of memory: lower --token-budget")
     print_report_card(card)
 
 

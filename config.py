@@ -14,18 +14,18 @@ from align_sim import CALIBRATION_STEPS, OWN_BATCH, OWN_LR, OWN_STEPS, SFT_BATCH
 from chat import is_embedded
 from plot import METHODS
 from rollout import HORIZON, MAX_NEW_TOKENS
+from sft import TOKEN_BUDGET
 
 OWN = {"sft_steps": OWN_STEPS, "sft_batch": OWN_BATCH, "sft_lr": OWN_LR,
        "calibration_steps": OWN_STEPS, "train_problems": 1000, "prompts": 8, "lr": 1e-6, "steps": 100,
-       "micro_batch": 4, "max_new_tokens": 256, "eval_every": 10, "eval_problems": 64,
+       "max_new_tokens": 256, "eval_every": 10, "eval_problems": 64,
        "card_dialogues": 50, "test_problems": 200}
 PRESETS = {"tiny": {},
            "own": OWN,                                                # any model that is named by --policy
-           "gpu": OWN | {"device": "cuda", "policy": "Qwen/Qwen2.5-0.5B-Instruct", "micro_batch": 2,
+           "gpu": OWN | {"device": "cuda", "policy": "Qwen/Qwen2.5-0.5B-Instruct",
                          "simulator": "Qwen/Qwen2.5-1.5B-Instruct", "simulator_lora_rank": 32},
            "paper": OWN | {"device": "cuda", "policy": "google/gemma-3-4b-it", "lora_rank": 32, "lr": 1e-5,
-                           "simulator": "Qwen/Qwen2.5-7B-Instruct", "simulator_lora_rank": 32,
-                           "micro_batch": 2}}
+                           "simulator": "Qwen/Qwen2.5-7B-Instruct", "simulator_lora_rank": 32}}
 
 
 def option(default, help: str, choices=None, minimum=None):
@@ -68,8 +68,8 @@ class Config:
     lora_rank: int = option(0, "rank of the policy's adapters; 0 trains all weights", minimum=0)
     simulator_lora_rank: int = option(0, "rank of the simulator's adapters in calibration; 0 trains all",
                                       minimum=0)
-    micro_batch: int = option(64, "dialogues a forward and backward pass: lower it if memory runs out",
-                              minimum=1)
+    token_budget: int = option(TOKEN_BUDGET, "tokens, padding included, of a forward and backward pass: lower "
+                                             "it if memory runs out", minimum=1)
     max_new_tokens: int = option(MAX_NEW_TOKENS, "tokens a reply may have", minimum=1)
     max_failed: float = option(0.2, "share of a step's dialogues that servers and grader may fail", minimum=0)
     warm_start: bool = option(False, "fine-tune a given --policy first, as the tiny one is: on the "

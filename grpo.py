@@ -83,13 +83,25 @@ def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, acti
     return (per_token * action_mask).sum() / normaliser, stats
 
 
+def micro_batches(lengths: Tensor, token_budget: int) -> list[Tensor]:
+    """Return the indices of B dialogues, longest first, in parts that padded to their longest have at most
+    `token_budget` tokens, or are a single dialogue.
+    """
+    order, parts = lengths.argsort(descending=True), []
+    while len(order):
+        few = max(1, token_budget // int(lengths[order[0]]))
+        parts.append(order[:few])
+        order = order[few:]
+    return parts
+
+
 def update(policy: Transformer, optimiser: torch.optim.Optimizer, tokens: Tensor, action_mask: Tensor,
            old_logprobs: Tensor, advantages: Tensor, *, reference: Transformer | None = None,
            clip_eps: float = 0.2, kl_coef: float = 0.0, max_grad_norm: float = 1.0,
-           micro_batch: int = 64) -> dict:
+           token_budget: int = 4096) -> dict:
     """Take one optimiser step on B dialogues and return its statistics.
 
-    Dialogues are sorted by length, so that a micro-batch carries little padding. If `reference` is given, the
+    They go through the model longest first, `token_budget` tokens at a time. If `reference` is given, the
     KL to it is reported; it enters the loss by `kl_coef`.
 
     Raises: FloatingPointError if the loss or the gradient is not finite; nothing is updated then.
@@ -98,8 +110,8 @@ def update(policy: Transformer, optimiser: torch.optim.Optimizer, tokens: Tensor
     actions = max(1, int(action_mask.sum()))
     total = {"loss": 0.0, "ratio_max": 0.0, "clipped": 0.0, "kl": 0.0}
     optimiser.zero_grad(set_to_none=True)
-    for rows in lengths.argsort().split(micro_batch):
-        T = int(lengths[rows].max())
+    for rows in micro_batches(lengths, token_budget):
+        T = int(lengths[rows[0]])
         inputs, mask, old = tokens[rows, :T], action_mask[rows, :T], old_logprobs[rows, :T]
         with torch.no_grad():
             ref = token_logprobs(reference, inputs, mask) if reference is not None else None

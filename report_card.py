@@ -106,7 +106,7 @@ def sampled_replies(simulator: Transformer, chat: Chat, logs: list[dict], places
 
 def model_nll(simulator: Transformer, chat: Chat, logs: list[dict]) -> list[tuple[float, float]]:
     """Return for every log the negative log-likelihood of its human tokens, in nats, and their number."""
-    return examples_nll(simulator, [chat.render(simulator_messages(log)) for log in logs], batch=32)
+    return examples_nll(simulator, [chat.render(simulator_messages(log)) for log in logs])
 
 
 def script_nll(script: Callable, problem: Problem, log: dict, chat: Chat) -> tuple[float, float]:

@@ -55,7 +55,7 @@ def warm_start(config: Config, data: Data) -> tuple[Speaker, list[float]]:
     cut = len(logged) * 3 // 5
     examples = [chat.render(messages) for messages in logged[:cut] + shown[cut:]]
     losses = sft(model, examples, steps=config.sft_steps, batch=config.sft_batch, lr=config.sft_lr,
-                 seed=config.seed, micro_batch=min(16, config.micro_batch), precision=config.precision,
+                 seed=config.seed, token_budget=config.token_budget, precision=config.precision,
                  title="warm start of the policy")
     return (model, chat), losses
 
@@ -84,7 +84,7 @@ def calibrated_speaker(config: Config, data: Data, naive: str) -> tuple[Speaker,
     if rank:
         add_adapters(model, rank, draw_key(config.seed, "simulator adapters"))
     losses = calibrate(model, chat, data.logs, steps=config.calibration_steps, batch=config.sft_batch,
-                       lr=config.sft_lr, seed=config.seed, micro_batch=min(16, config.micro_batch),
+                       lr=config.sft_lr, seed=config.seed, token_budget=config.token_budget,
                        precision=config.precision, stop_early=not data.scripted)
     return (model, chat), losses
 

@@ -127,7 +127,7 @@ def train_step(step: int, method: str, config: Config, data: Data, chat: Chat, p
         with autocast(policy.device, config.precision):
             stats.append(update(policy, optimiser, tokens[rows], action_mask[rows], old_logprobs[rows],
                                 A[rows], reference=reference, clip_eps=config.clip_eps,
-                                kl_coef=config.kl_coef, micro_batch=config.micro_batch))
+                                kl_coef=config.kl_coef, token_budget=config.token_budget))
     finished = [t for t in trajectories if t.ended != "failed"]
     return {"method": method, "step": step, "reward": mean(t.reward for t in finished),
             "human_score": None,
@@ -161,7 +161,8 @@ def train_method(method: str, config: Config, data: Data, policy: Transformer, c
     steps, and when servers or grader give up.
     """
     reference = reference_of(policy).to(frozen_dtype(config))
-    optimiser = torch.optim.AdamW(trainable(policy), lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0)
+    optimiser = torch.optim.AdamW(trainable(policy), lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0,
+                                  fused=True)
     user, contexts = user_and_contexts(method, config, data, simulators)
     out, saved = Path(config.out), folder / "checkpoint.safetensors"
     done = load_checkpoint(saved, policy, optimiser)
@@ -281,7 +282,7 @@ def main(argv: list[str] | None = None) -> None:
     except (ValueError, FloatingPointError, OSError, EndpointError) as error:
         fail(str(error))
     except torch.OutOfMemoryError:
-        fail("out of memory: lower --micro-batch (update) or --prompts (rollout)")
+        fail("out of memory: lower --token-budget (update) or --prompts (rollout)")
     result |= {"seconds": time.perf_counter() - began, "peak_rss_mb": peak_rss_mb()}
     write_json(out / "result.json", result)
     base = result["methods"].get("base")

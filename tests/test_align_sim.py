@@ -2,6 +2,7 @@
 
 import copy
 import json
+import random
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from logs import read_logs, split_logs, write_logs, write_probes
 from report_card import (AGREES, NLL, bootstrap, model_nll, opening, report_card,
                          sampled_replies, script_nll, stated_facts, style_measures)
 from sampling import draw_key
-from sft import examples_nll, mean_nll, sft
+from sft import examples_nll, mean_nll, pack, sft
 from simulator import LEAVE, human, objection, overhelpful, simulator_messages
 from tasks import generate_problems, parse_problem
 
@@ -52,8 +53,8 @@ def test_fine_tuning_lowers_the_loss_and_the_same_seed_gives_the_same_weights(ch
 
 def test_the_split_into_micro_batches_does_not_change_the_loss(chat, model):
     examples = [chat.render(log["messages"]) for log in write_logs(generate_problems("train", 20), human, 0)]
-    losses = [sft(copy.deepcopy(model), examples, steps=3, batch=8, lr=1e-3, seed=0, micro_batch=size)
-              for size in (1, 3, 8)]
+    losses = [sft(copy.deepcopy(model), examples, steps=3, batch=8, lr=1e-3, seed=0, token_budget=size)
+              for size in (1, 200, 4096)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6) and losses[0] == pytest.approx(losses[2], rel=1e-6)
 
 
@@ -194,7 +195,7 @@ def test_calibration_on_few_dialogues_stops_before_it_learns_them_by_heart(model
     losses = calibrate(model, chat, logs, steps=200, batch=10, lr=1e-2, seed=0, stop_early=True)
     calibrate(by_heart, chat, logs[2:], steps=200, batch=10, lr=1e-2, seed=0)
     assert len(losses) < 200
-    assert mean_nll(model, examples[:2], 4) < mean_nll(by_heart, examples[:2], 4) - 0.5
+    assert mean_nll(model, examples[:2]) < mean_nll(by_heart, examples[:2]) - 0.5
 
 
 def test_every_reply_is_what_the_simulator_says_after_reading_the_log_up_to_there_afresh(model, chat):
@@ -207,9 +208,27 @@ def test_every_reply_is_what_the_simulator_says_after_reading_the_log_up_to_ther
         assert chat.text(engine.reply()[0]) == reply
 
 
-def test_long_examples_are_scored_few_at_a_time_with_the_same_result(model, chat, monkeypatch):
+def test_scoring_many_examples_together_gives_what_each_has_alone(model, chat):
+    """Packed rows and any budget: no dialogue may see another, and each gets its own tokens back."""
     examples = [chat.render(simulator_messages(log))
                 for log in write_logs(generate_problems("train", 6), human, 0)]
-    together = examples_nll(model, examples, 6)
-    monkeypatch.setattr("sft.TOKENS", 100)
-    assert examples_nll(model, examples, 6) == [pytest.approx(value) for value in together]
+    alone = [-token_logprobs(model, torch.tensor([ids]), torch.tensor([mask])).sum().item()
+             for ids, mask in examples]
+    for token_budget in (1, 200, 4096):
+        together = examples_nll(model, examples, token_budget)
+        assert [nll for nll, _ in together] == pytest.approx(alone, rel=1e-9)
+        assert [count for _, count in together] == [sum(mask) for _, mask in examples]
+
+
+def test_packing_puts_every_example_into_one_row_and_keeps_to_the_budget():
+    """The example of `pack`, and 200 random ones: no row longer than the longest of its micro-batch."""
+    assert pack([2, 5, 3, 4, 1], 10) == [[[1], [3, 4]], [[2], [0]]]
+    rng = random.Random(0)
+    for _ in range(200):
+        lengths, budget = [rng.randint(1, 60) for _ in range(rng.randint(1, 40))], rng.randint(1, 300)
+        batches = pack(lengths, budget)
+        assert sorted(i for rows in batches for row in rows for i in row) == list(range(len(lengths)))
+        for rows in batches:
+            longest = max(lengths[i] for row in rows for i in row)
+            assert all(sum(lengths[i] for i in row) <= longest for row in rows)
+            assert len(rows) * longest <= max(budget, longest)
