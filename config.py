@@ -68,8 +68,8 @@ class Config:
     lora_rank: int = option(0, "rank of the policy's adapters; 0 trains all weights", minimum=0)
     simulator_lora_rank: int = option(0, "rank of the simulator's adapters in calibration; 0 trains all",
                                       minimum=0)
-    token_budget: int = option(TOKEN_BUDGET, "tokens, padding included, of a forward and backward pass: lower "
-                                             "it if memory runs out", minimum=1)
+    token_budget: int = option(TOKEN_BUDGET, "tokens, padding included, of a forward and backward pass: "
+                                             "lower it if memory runs out", minimum=1)
     max_new_tokens: int = option(MAX_NEW_TOKENS, "tokens a reply may have", minimum=1)
     max_failed: float = option(0.2, "share of a step's dialogues that servers and grader may fail", minimum=0)
     warm_start: bool = option(False, "fine-tune a given --policy first, as the tiny one is: on the "

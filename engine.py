@@ -6,8 +6,8 @@
    are complete the others go on in a cache of their own.
 3. *No waiting in the token loop.* It has no loop over rows, and on a GPU the question whether all replies are
    complete, which must wait for the answer, is asked every 8 tokens. What was sampled in vain is thrown away.
-4. *Weights in the order of the machine.* On a CPU, oneDNN multiplies up to 1.7 times as fast with weights that
-   were reordered once; an engine makes itself such a copy.
+4. *Weights in the order of the machine.* On a CPU, oneDNN multiplies up to 1.7 times as fast with weights
+   that were reordered once; an engine makes itself such a copy.
 
 Run `python engine.py` to see what a turn costs with and without the cache.
 
@@ -16,6 +16,7 @@ Shapes: B rows, V vocabulary, T tokens, D width.
 
 import copy
 import os
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -67,6 +68,55 @@ def packed(model: Transformer) -> Transformer:
         for name, layer in linear.items():
             setattr(module, name, PackedLinear([layer], dtype))
     return model
+
+
+def recorded(step: Callable[[], None]) -> Callable[[], None]:
+    """Return a CUDA graph of a step that has run before: one launch instead of hundreds."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+class Replies:
+    """Replies being sampled in b rows of a cache, a token of each at a time.
+
+    Tensors change in place, so that a GPU can replay a step: rows, keys, positions of the next token, ends
+    that it may not reach, token, logprob, done (b,).
+    """
+
+    def __init__(self, model: Transformer, cache: KVCache, hidden: Tensor, keys: Tensor, positions: Tensor,
+                 ends: Tensor, stops: Tensor):
+        self.model, self.cache, self.keys, self.stops = model, cache, keys, stops
+        self.positions, self.ends, self.rows = positions, ends, torch.arange(len(keys), device=keys.device)
+        self.token = torch.zeros_like(positions)
+        self.logprob = torch.zeros_like(positions, dtype=torch.promote_types(hidden.dtype, torch.float32))
+        self.done = torch.zeros_like(positions, dtype=torch.bool)
+        self.draw(hidden)
+
+    def draw(self, hidden: Tensor) -> None:
+        """Sample the token that follows hidden states (b, D)."""
+        token, logprob = sample(self.model.logits(hidden), uniform(self.keys, self.positions))
+        self.token.copy_(token)
+        self.logprob.copy_(logprob)
+        self.positions += 1
+        self.done |= torch.isin(token, self.stops) | (self.positions >= self.ends)
+
+    def step(self) -> None:
+        """Read the last tokens of replies that are not complete, and sample the next."""
+        self.draw(self.model(self.token[:, None], self.cache, (~self.done).long())[:, 0])
+
+    def narrow(self, left: Tensor, whole: KVCache) -> None:
+        """Go on with the rows `left` alone, in a part of the cache."""
+        self.settle(whole)
+        for name in ("rows", "keys", "positions", "ends", "token", "logprob", "done"):
+            setattr(self, name, getattr(self, name)[left])
+        self.cache = whole.part(self.rows)
+
+    def settle(self, whole: KVCache) -> None:
+        """Let the whole cache know what was read."""
+        if self.cache is not whole:
+            whole.put_back(self.rows, self.cache)
 
 
 class Engine:
@@ -142,33 +192,31 @@ class Engine:
 
         A reply ends with a stop token, which is an action like any other, or unfinished at the limit.
 
-        Shapes: B live dialogues, b rows whose replies are sampled on: tokens, logprobs (B, T); starts, limits
-        (B,); rows, done, token (b,); hidden (b, D).
+        Shapes: B live dialogues: starts, ends (B,), tokens, logprobs (B, T).
         """
         lengths, device = [len(self.tokens[row]) for row in self.live], self.keys.device
         budgets = [min(self.max_new_tokens, self.room - length) for length in lengths]
         stops, starts, limits = (torch.tensor(values, dtype=torch.long, device=device)
                                  for values in (sorted(self.chat.stop_ids), lengths, budgets))
+        replies = Replies(self.model, self.cache, self.read(), self.keys, starts, starts + limits, stops)
         tokens = torch.zeros(len(lengths), max(budgets), dtype=torch.long, device=device)
-        logprobs = torch.zeros_like(tokens, dtype=torch.promote_types(self.model.compute_dtype, torch.float32))
-        hidden, cache, rows = self.read(), self.cache, torch.arange(len(lengths), device=device)
-        done = torch.zeros_like(rows, dtype=torch.bool)
+        logprobs = torch.zeros_like(tokens, dtype=replies.logprob.dtype)
+        step = replies.step
         for n in range(max(budgets)):
-            token, logprob = sample(self.model.logits(hidden), uniform(self.keys[rows], starts[rows] + n))
-            tokens[rows, n], logprobs[rows, n] = token, logprob
-            done |= torch.isin(token, stops) | (n + 1 >= limits[rows])
+            tokens[replies.rows, n], logprobs[replies.rows, n] = replies.token, replies.logprob
             if device.type == "cpu" or n % ASK_EVERY == ASK_EVERY - 1:
-                left = (~done).nonzero()[:, 0]
+                left = (~replies.done).nonzero()[:, 0]
                 if len(left) == 0:
                     break
-                if 2 * len(left) <= len(rows):
-                    if cache is not self.cache:
-                        self.cache.put_back(rows, cache)
-                    rows, token, done = rows[left], token[left], done[left]
-                    cache = self.cache.part(rows)
-            hidden = self.model(token[:, None], cache, (~done).long())[:, 0]
-        if cache is not self.cache:
-            self.cache.put_back(rows, cache)
+                if 2 * len(left) <= len(replies.rows):
+                    replies.narrow(left, self.cache)
+                    step = replies.step
+            step()
+            if self.model.graphs and step == replies.step:
+                replies.cache.fix(max(length + budget for length, budget in zip(lengths, budgets)))
+                step = recorded(replies.step)
+        replies.settle(self.cache)
+        self.cache.fixed = False
         return self.append(tokens, logprobs, torch.isin(tokens, stops), limits)
 
     def append(self, tokens: Tensor, logprobs: Tensor, stopped: Tensor, limits: Tensor) -> list[list[int]]:
@@ -192,7 +240,7 @@ def main() -> None:
     for turn in range(1, 6):
         read.clear()
         reply = engine.reply()[0]
-        print(f"turn {turn}: {len(engine.tokens[0]):3d} tokens, of which {sum(read):2d} were read now: {reply}")
+        print(f"turn {turn}: {len(engine.tokens[0]):3d} tokens, of which {sum(read):2d} were read now")
         engine.feed(0, chat.extend(reply[-1], "5 more apples"))
 
 

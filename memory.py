@@ -15,8 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import Gemma3TextConfig, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
+from logprobs import LOGITS, ChosenLogprobs
 from lora import add_adapters, trainable
 from model import KVCache, Transformer, autocast
+from sft import TOKEN_BUDGET
 
 GB = 1e9
 # sizes from the models' published config.json
@@ -50,8 +52,8 @@ def size(tensors: list[Tensor]) -> int:
 
 
 def saved_bytes(model: Transformer, dialogues: int, tokens: int, actions: int) -> int:
-    """Return what a forward pass keeps for the backward one, weights cast to bf16 included, and the gradient
-    of the logits.
+    """Return what a forward pass keeps for the backward one, weights cast to bf16 included, and what the
+    backward pass holds of a chunk's logits: their gradient in fp32 and in bf16, and what it came from.
     """
     own, saved = {parameter.untyped_storage()._cdata for parameter in model.parameters()}, {}
 
@@ -62,10 +64,11 @@ def saved_bytes(model: Transformer, dialogues: int, tokens: int, actions: int) -
         return tensor
 
     with saved_tensors_hooks(remember, lambda tensor: tensor), autocast(torch.device("cpu"), "bf16"):
-        hidden = model(torch.zeros(dialogues, tokens, dtype=torch.long))
-        logits = model.logits(hidden[:, :actions].flatten(0, 1))
-        logits.log_softmax(-1)
-    return sum(storage.nbytes() for storage in saved.values()) + logits.nbytes
+        hidden = model(torch.zeros(dialogues, tokens, dtype=torch.long))[:, :actions].flatten(0, 1)
+        ChosenLogprobs.apply(hidden, model.lm_head.weight, torch.zeros(len(hidden), dtype=torch.long), None,
+                             1.0, torch.bfloat16)
+    chunk = min(len(hidden), max(1, LOGITS // model.config.vocab_size)) * model.config.vocab_size
+    return sum(storage.nbytes() for storage in saved.values()) + 8 * chunk
 
 
 def training_bytes(config: PreTrainedConfig, *, lora_rank: int, dialogues: int, tokens: int,
@@ -87,19 +90,21 @@ def training_bytes(config: PreTrainedConfig, *, lora_rank: int, dialogues: int, 
 
 
 def cache_bytes(config: PreTrainedConfig, dialogues: int, tokens: int) -> int:
-    """Return the bytes of keys and values at most, in bf16: the capacity doubles when it is full."""
+    """Return the bytes of keys and values at most, in bf16: half of the dialogues may be in a second cache, to
+    go on while the others rest.
+    """
     with FakeTensorMode():
         cache = KVCache(config, dialogues, dtype=torch.bfloat16)
-        cache.reserve(2 * tokens)
-        return size(cache.keys) + size(cache.values)
+        cache.reserve(tokens)
+        return 3 * (size(cache.keys) + size(cache.values)) // 2
 
 
 def run_bytes(policy: PreTrainedConfig, simulator: PreTrainedConfig, *, lora_rank: int,
-              simulator_lora_rank: int, dialogues: int, micro_batch: int, tokens: int, actions: int) -> dict:
+              simulator_lora_rank: int, dialogues: int, token_budget: int, tokens: int, actions: int) -> dict:
     """Return the bytes that each phase of a run needs at its peak: all of a step's dialogues are rolled out
-    together, `micro_batch` of them go through an update together.
+    together, and go through an update `token_budget` tokens at a time.
     """
-    shape = dict(dialogues=micro_batch, tokens=tokens, actions=actions)
+    shape = dict(dialogues=max(1, token_budget // tokens), tokens=tokens, actions=actions)
     ours, theirs = (training_bytes(config, lora_rank=rank, **shape)
                     for config, rank in ((policy, lora_rank), (simulator, simulator_lora_rank)))
     bf16 = {name: training_bytes(config, lora_rank=1, dialogues=1, tokens=1, actions=1)["weights"]
@@ -123,7 +128,7 @@ def main() -> None:
         print(f"{name:14s}{full['weights'] / 4e9:10.2f} B{full['weights'] / 2 / GB:8.1f}"
               f"{states[0]:18.1f}{states[1]:22.1f}")
     print(f"\n{'preset, GB':14s}{'calibration':>12s}{'rollout':>9s}{'update':>8s}")
-    shape = dict(dialogues=64, micro_batch=2, tokens=2000, actions=800)
+    shape = dict(dialogues=64, token_budget=TOKEN_BUDGET, tokens=2000, actions=800)
     for name, policy, simulator, rank in (("gpu", "Qwen2.5-0.5B", "Qwen2.5-1.5B", 0),
                                           ("paper", "Gemma-3-4B", "Qwen2.5-7B", 32)):
         peaks = run_bytes(MODELS[policy], MODELS[simulator], lora_rank=rank, simulator_lora_rank=32, **shape)

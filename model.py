@@ -34,6 +34,7 @@ from transformers import LlamaConfig, PreTrainedConfig
 
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma3_text")
 ROPES = ("default", "linear", "llama3")
+GROWTH = 256                                              # tokens that a cache grows by beyond what it must
 FULL, SLIDING = "full_attention", "sliding_attention"     # the kinds of layer, as config.layer_types has them
 
 
@@ -117,6 +118,7 @@ class KVCache:
         self.values = [empty] * config.num_hidden_layers
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
         self.longest = 0                   # no row is longer: attention reads no further
+        self.fixed = False                 # whether all shapes are to stay as they are
 
     @property
     def capacity(self) -> int:
@@ -124,12 +126,17 @@ class KVCache:
         return self.keys[0].shape[2] - 1
 
     def reserve(self, tokens: int) -> None:
-        """Make room for so many tokens a row, at least doubling what there is."""
+        """Make room for so many tokens a row, and for some more."""
         if tokens > self.capacity:
-            more = max(tokens, 2 * self.capacity) - self.capacity
+            more = tokens - self.capacity + GROWTH
             for tensors in (self.keys, self.values):
                 for layer, old in enumerate(tensors):
                     tensors[layer] = F.pad(old, (0, 0, 0, more))
+
+    def fix(self, tokens: int) -> None:
+        """Keep all shapes as they are from now on, with room for so many tokens a row."""
+        self.reserve(tokens)
+        self.longest, self.fixed = tokens, True
 
     def keep(self, rows: Tensor) -> None:
         """Drop every dialogue but `rows`."""
@@ -144,7 +151,7 @@ class KVCache:
         part = copy.copy(self)
         part.keys, part.values = ([F.pad(old[rows, :, :self.longest], (0, 0, 0, 1)) for old in tensors]
                                   for tensors in (self.keys, self.values))
-        part.lengths = self.lengths[rows]
+        part.lengths, part.fixed = self.lengths[rows], False
         return part
 
     def put_back(self, rows: Tensor, part: "KVCache") -> None:
@@ -157,15 +164,18 @@ class KVCache:
         self.lengths[rows] = part.lengths
 
     def place(self, counts: Tensor, T: int) -> None:
-        """Find a place for the first counts (B,) of T tokens a row: new token i is tokens[rows[i], offsets[i]]
-        and goes to slots[i].
+        """Find a place for the first counts (B,) of T tokens a row: new token i is
+        tokens[rows[i], offsets[i]] and goes to slots[i].
 
-        A single token a row is not selected, which would make shapes depend on data at every token.
+        With one token a row, all are kept: selecting would make shapes depend on data at every token.
         """
         if T == 1:
-            self.rows, self.longest = torch.arange(len(counts), device=counts.device), self.longest + 1
-            self.reserve(self.longest)
-            self.offsets, self.slots = torch.zeros_like(self.rows), self.lengths.where(counts > 0, self.capacity)
+            self.rows = torch.arange(len(counts), device=counts.device)
+            if not self.fixed:
+                self.longest += 1
+                self.reserve(self.longest)
+            self.offsets = torch.zeros_like(self.rows)
+            self.slots = self.lengths.where(counts > 0, self.capacity)
         else:
             self.rows, self.offsets = (torch.arange(T, device=counts.device)
                                        < counts[:, None]).nonzero(as_tuple=True)
@@ -335,6 +345,7 @@ class Transformer(nn.Module):
         super().__init__()
         check_config(config)
         self.config = config
+        self.graphs = False              # whether engines replay their token loop as a CUDA graph
         self.model = Decoder(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if seed is not None:
@@ -386,7 +397,7 @@ class Transformer(nn.Module):
             positions, S = cache.lengths[:, None] + positions, cache.longest
             x, places = (values[cache.rows, cache.offsets][None] for values in (x, positions))   # (1, A, ...)
         if self.config.model_type == "gemma3_text":
-            x = x * torch.tensor(self.config.hidden_size ** 0.5, dtype=x.dtype, device=x.device)
+            x = x * torch.tensor(self.config.hidden_size ** 0.5, dtype=x.dtype).item()     # rounded as theirs
         kinds = layer_types(self.config)
         ropes, masks = {}, {}
         for kind in set(kinds):
@@ -398,12 +409,12 @@ class Transformer(nn.Module):
         x = self.model.norm(x)
         if cache is None:
             return x
-        cache.lengths = cache.lengths + counts
+        cache.lengths += counts
         return cache.padded(x[:, None], T)[:, 0]
 
     def attention_mask(self, positions: Tensor, S: int, kind: str, cached: bool,
                        segments: Tensor | None) -> Tensor | None:
-        """Return what each position (B, T) sees of the first S, (B, 1, T, S); None is plain causal attention."""
+        """Return what each position (B, T) sees of the first S, (B, 1, T, S); None for causal attention."""
         window = self.config.sliding_window if kind == SLIDING else S
         if not cached and segments is None and window >= S:
             return None

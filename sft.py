@@ -77,10 +77,10 @@ def packed_batches(examples: list[Example], token_budget: int, device) -> Iterat
 @torch.no_grad()
 def examples_nll(model: Transformer, examples: list[Example],
                  token_budget: int = TOKEN_BUDGET) -> list[tuple[float, float]]:
-    """Return for every example the negative log-likelihood of its masked tokens, in nats, and their number."""
+    """Return for every example the negative log-likelihood of its masked tokens, in nats, and how many."""
     room = model.config.max_position_embeddings
     examples = [(ids[:room], mask[:room]) for ids, mask in examples]
-    values = torch.zeros(2, len(examples) + 1, dtype=torch.float64)                # the last is that of padding
+    values = torch.zeros(2, len(examples) + 1, dtype=torch.float64)               # the last: of padding
     for tokens, mask, segments in packed_batches(examples, token_budget, model.device):
         nll, segments = -token_logprobs(model, tokens, mask, segments), segments.flatten().cpu()
         for total, found in zip(values, (nll, mask)):
@@ -95,13 +95,13 @@ def mean_nll(model: Transformer, examples: list[Example], token_budget: int = TO
 
 
 def sft(model: Transformer, examples: list[Example], *, steps: int, batch: int, lr: float, seed: int,
-        token_budget: int = TOKEN_BUDGET, precision: str = "fp32", validation: list[Example] = (), title: str = "sft"
-        ) -> list[float]:
+        token_budget: int = TOKEN_BUDGET, precision: str = "fp32", validation: list[Example] = (),
+        title: str = "sft") -> list[float]:
     """Fine-tune on the masked tokens and return the loss of every step, in nats a token.
 
     One normaliser a step, its number of masked tokens, so the split into micro-batches of at most
-    `token_budget` tokens does not change the gradient. The learning rate warms up over 20 steps and decays to a
-    tenth by a cosine. With `validation` examples, their loss is measured every tenth of the steps; training
+    `token_budget` tokens does not change the gradient. The learning rate warms up over 20 steps and decays to
+    a tenth by a cosine. With `validation` examples, their loss is measured every tenth of the steps; training
     stops when it has not reached a new minimum three times in a row, and the weights of the minimum are
     restored.
 
