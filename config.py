@@ -56,6 +56,7 @@ class Config:
     precision: str = option("", "bf16 multiplies matrices in bf16, weights that train stay in fp32 "
                                 "(default: fp32; on cuda, with other presets than tiny, bf16)",
                             choices=("fp32", "bf16"))
+    graphs: bool = option(False, "on cuda: replay the token loop of rollouts as a CUDA graph")
     horizon: int = option(HORIZON, "assistant turns a dialogue may have, H", minimum=1)
     group_size: int = option(8, "dialogues a problem, G", minimum=2)
     prompts: int = option(32, "problems a step, P", minimum=1)

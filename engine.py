@@ -130,6 +130,7 @@ class Engine:
                  max_new_tokens: int):
         self.model, self.chat, self.max_new_tokens = packed(model), chat, max_new_tokens
         self.room = model.config.max_position_embeddings                          # tokens a dialogue may hold
+        self.ask_every = 1 if model.device.type == "cpu" else ASK_EVERY
         self.cache = KVCache(model.config, len(openings), model.device, model.compute_dtype)
         self.keys = torch.tensor(keys, dtype=torch.long, device=model.device)
         self.tokens = [list(ids) for ids in openings]                                    # a buffer a dialogue
@@ -204,7 +205,7 @@ class Engine:
         step = replies.step
         for n in range(max(budgets)):
             tokens[replies.rows, n], logprobs[replies.rows, n] = replies.token, replies.logprob
-            if device.type == "cpu" or n % ASK_EVERY == ASK_EVERY - 1:
+            if n % self.ask_every == self.ask_every - 1:
                 left = (~replies.done).nonzero()[:, 0]
                 if len(left) == 0:
                     break

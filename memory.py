@@ -90,8 +90,8 @@ def training_bytes(config: PreTrainedConfig, *, lora_rank: int, dialogues: int, 
 
 
 def cache_bytes(config: PreTrainedConfig, dialogues: int, tokens: int) -> int:
-    """Return the bytes of keys and values at most, in bf16: half of the dialogues may be in a second cache, to
-    go on while the others rest.
+    """Return the bytes of keys and values at most, in bf16: half of the dialogues may be in a second cache,
+    to go on while the others rest.
     """
     with FakeTensorMode():
         cache = KVCache(config, dialogues, dtype=torch.bfloat16)

@@ -220,6 +220,8 @@ def run(config: Config, data: Data) -> dict:
                            simulators["naive"][1], seed=config.seed, max_new_tokens=config.max_new_tokens,
                            probes=data.probes, script=human if data.scripted else None)
         print_report_card(card)
+    for model in (base, *(model for model, _ in simulators.values())):
+        model.graphs = config.graphs
     for name in simulators.keys() - set(methods):                      # one that only the report card needed
         del simulators[name]
     results = {}
@@ -250,6 +252,8 @@ def check_inputs(config: Config) -> None:
         raise ValueError(f"{config.out} exists: choose another --out, or --resume to continue it")
     if config.device != "cpu" and not getattr(torch, config.device).is_available():
         raise ValueError(f"--device {config.device}: this PyTorch finds none")
+    if config.graphs and config.device != "cuda":
+        raise ValueError("--graphs is for --device cuda")
     if config.evaluate and config.policy:
         raise ValueError("give --evaluate or --policy, not both: either names the policy")
     if config.warm_start and not config.policy:

@@ -65,7 +65,8 @@ def test_a_cache_grows_and_keeps_what_it_holds():
     tokens = torch.randint(50, (1, 40), generator=torch.Generator().manual_seed(1))
     cache = KVCache(model.config, 1, dtype=torch.float64)
     pieces = [model(tokens[:, t:t + 1], cache, torch.tensor([1])) for t in range(40)]
-    assert torch.allclose(torch.cat(pieces, 1), model(tokens), atol=1e-12) and 40 <= cache.capacity <= 40 + GROWTH
+    assert torch.allclose(torch.cat(pieces, 1), model(tokens), atol=1e-12)
+    assert 40 <= cache.capacity <= 40 + GROWTH
 
 
 def test_token_logprobs_speak_about_the_token_at_their_index():

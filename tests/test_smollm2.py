@@ -1,4 +1,4 @@
-"""Parity on real weights: `SMOLLM2=smollm2 python -m pytest tests/test_smollm2.py`, folder as in the README."""
+"""Parity on real weights: `SMOLLM2=smollm2 python -m pytest tests/test_smollm2.py`, as in the README."""
 
 import os
 
