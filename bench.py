@@ -139,6 +139,7 @@ def rollout_floor(model: Transformer, openings: list, messages: list, new: int, 
 def bench_rollout(name: str, config, sizes: list[tuple], opening: tuple, message: tuple, repeats: int,
                   device: torch.device) -> list[dict]:
     model, rows = Transformer(config).to(device).eval(), []
+    model.graphs = device.type == "cuda"
     for B, H, new, precision in sizes:
         theirs = AutoModelForCausalLM.from_config(config).to(device).eval()
         theirs.load_state_dict(model.state_dict())
@@ -325,6 +326,10 @@ def main() -> None:
                                                  args.repeats, device),
                            lambda: bench_rollout("SmolLM2-135M", smol, sizes, (40, 80), (8, 24), args.repeats,
                                                  device)]}
+    if device.type == "cuda":
+        benches["rollout"].append(lambda: bench_rollout("Qwen2.5-0.5B", MODELS["Qwen2.5-0.5B"],
+                                                        [(64, 1, 128, "bf16")], (40, 80), (8, 24),
+                                                        args.repeats, device))
     rows = []
     print(f"{'':50s}{'theirs':>9s}{'ours':>9s}{'floor':>9s}  {'unit':10s}{'ratio':>6s}")
     for bench in (bench for part in wanted for bench in benches[part]):

@@ -271,7 +271,7 @@ class Attention(nn.Module):
         if cache is not None:                                                      # from (1, N or K, A, E)
             q, (k, v) = cache.padded(q, T), cache.write(self.layer, k, v)          # k, v: (B, K, S, E)
         shape, K, grouped = q.shape, k.shape[1], T == 1 and (q.is_cuda or q.dtype != torch.float32)
-        if grouped:               # the query heads of a key head become its queries, so that keys are read once
+        if grouped:                     # the query heads of a key head become its queries: keys are read once
             q = q.reshape(len(q), K, -1, self.head_size)                           # (B, K, N / K, E)
         elif mask is not None and q.is_cuda:         # no fast kernel there takes a mask and grouped heads
             k, v = (heads.repeat_interleave(q.shape[1] // K, dim=1) for heads in (k, v))
