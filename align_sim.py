@@ -19,12 +19,13 @@ from pathlib import Path
 import torch
 
 from chat import Chat, is_embedded, tiny_chat
+from logprobs import TOKEN_BUDGET
 from logs import read_logs, split_logs, write_logs, write_probes
 from model import Transformer, autocast, tiny_config
 from report_card import print_report_card, report_card
 from rollout import MAX_NEW_TOKENS
 from sampling import draw_key
-from sft import TOKEN_BUDGET, sft
+from sft import sft
 from simulator import NAIVE_USER, human, overhelpful, simulator_messages
 from tasks import Problem, generate_problems
 from weights import load_speaker, save_speaker

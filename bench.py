@@ -1,26 +1,27 @@
 """How fast it is, beside what one would otherwise take, in one run and on the same weights.
 
-    rollout      whole dialogues, against Hugging Face's `generate`, which re-reads the history every turn
-    update       one GRPO step, against all logits at once on one padded batch
-    warm start   fine-tuning on packed rows, against padded ones with all logits
-    sampler      one fused pass, against softmax, multinomial and log_softmax
+    rollout      whole dialogues, against Hugging Face's `generate`, called on the whole history at every turn
+    update       one GRPO step, against logits of all positions at once, in one batch and in micro-batches
+    warm start   fine-tuning on packed rows, against rows sorted by length and padded, with all logits
+    sampler      token and log-probability, against softmax, multinomial and log_softmax
 
-Ours and theirs alternate, and the median of each counts, since machines are noisy: look at ratios. Beside
+Theirs and ours alternate, and the median of each counts, since machines are noisy: look at ratios. Beside
 them stands the physical floor, from the memory bandwidth and the matrix multiplications a second that this
-machine was measured to have. Peak memory is that of a fresh process. Weights are random, of the named
-model's shape.
+machine was measured to have; a model that fits a CPU's caches may go below it. `generate` uses its defaults
+but for top-k and top-p, and returns no log-probabilities; ours do. Peak memory is that of a fresh process.
+Weights are random, of the named model's shape.
 
-Run `python bench.py` (half an hour on two cores; `--only sampler` for a part), which writes assets/bench.csv.
+Run `python bench.py` (25 minutes on two cores; `--only sampler` for a part). A run of everything on a CPU
+writes assets/bench.csv.
 """
 
 import argparse
 import csv
-import resource
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,12 +29,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from cache import head_size
 from chat import tiny_chat
 from engine import Engine
 from grpo import update
 from logprobs import token_logprobs
 from memory import MODELS
-from model import Transformer, autocast, head_size, tiny_config
+from model import Transformer, autocast, tiny_config
 from sampling import sample, uniform
 from sft import Example, packed_batches
 
@@ -65,14 +67,15 @@ def alternate(theirs: Callable, ours: Callable, repeats: int, device: torch.devi
 
 def bandwidth(device: torch.device) -> float:
     """Return bytes a second that can be read from memory."""
-    x = torch.ones(2 ** 28 // 4, device=device)
-    return x.nbytes / statistics.median(seconds(x.sum, device) for _ in range(7))
+    x = torch.ones(2 ** 28, device=device)                                       # 1 GiB: beyond every cache
+    return 4 * x.nbytes / statistics.median(seconds(lambda: [x.sum() for _ in range(4)], device)
+                                            for _ in range(5))
 
 
 def multiplications(dtype: torch.dtype, device: torch.device) -> float:
     """Return operations a second, two a multiplication and addition, of a large matrix product."""
     n = 2048 if device.type == "cpu" else 8192
-    x = torch.ones(n, n, dtype=dtype, device=device)
+    x = torch.randn(n, n, device=device).to(dtype)                              # ones would draw less power
     return 2 * n ** 3 / statistics.median(seconds(lambda: x @ x, device) for _ in range(7))
 
 
@@ -96,6 +99,7 @@ def script(config, B: int, H: int, opening: tuple[int, int], message: tuple[int,
 
 @torch.no_grad()
 def our_dialogues(model: Transformer, openings: list, messages: list, new: int, precision: str) -> None:
+    """Let our engine say `new` tokens a turn."""
     with autocast(model.device, precision):
         engine = Engine(model, SimpleNamespace(stop_ids=set()), openings, list(range(len(openings))), new)
         for turn in messages:
@@ -106,7 +110,7 @@ def our_dialogues(model: Transformer, openings: list, messages: list, new: int, 
 
 @torch.no_grad()
 def their_dialogues(model, openings: list, messages: list, new: int) -> None:
-    """Left padding, all of a dialogue read again at every turn, and no setting of the checkpoint's own."""
+    """Let `generate` say as many, in left-padded dialogues that are all read again at every turn."""
     dialogues = [list(ids) for ids in openings]
     for turn in messages:
         T = max(map(len, dialogues))
@@ -120,26 +124,30 @@ def their_dialogues(model, openings: list, messages: list, new: int) -> None:
 
 def rollout_floor(model: Transformer, openings: list, messages: list, new: int, precision: str, reads: float,
                   rate: float) -> float:
-    """Return the seconds that it takes at least: every token through the matrices once, and in the token loop
-    weights and cache read at every token.
+    """Return the seconds that it takes at least: arithmetic or memory, whichever is longer, of every pass.
+
+    A pass reads all matrices. A turn's first pass reads its text and the last sampled token, the others read
+    a token a row.
     """
     blocks, head = linear_weights(model)
     config, size = model.config, DTYPES[precision].itemsize
     kv = 2 * config.num_hidden_layers * config.num_key_value_heads * head_size(config) * size      # a token
-    B, total, length = len(openings), 0.0, sum(map(len, openings))
+    weights, B, total, length = (blocks + head) * size / reads, len(openings), 0.0, 0
     for turn in [openings, *messages[:-1]]:
-        total += 2 * blocks * sum(map(len, turn)) / rate
-        length += 0 if turn is openings else sum(map(len, turn))
-        for _ in range(new):
-            total += max(2 * (blocks + head) * B / rate, (blocks + head) * size / reads) + length * kv / reads
+        unread = sum(map(len, turn)) + (B if length else 0)
+        length += unread
+        total += max(2 * (blocks * unread + head * B) / rate, weights)
+        for _ in range(new - 1):
             length += B
+            total += max(2 * (blocks + head) * B / rate, weights + length * kv / reads)
     return total
 
 
 def bench_rollout(name: str, config, sizes: list[tuple], opening: tuple, message: tuple, repeats: int,
-                  device: torch.device) -> list[dict]:
-    model, rows = Transformer(config).to(device).eval(), []
-    model.graphs = device.type == "cuda"
+                  device: torch.device) -> Iterator[dict]:
+    """Measure `sizes`: B, H, tokens a turn and precision; openings and messages of random length."""
+    model = Transformer(config).to(device).eval()
+    model.cuda_graphs = device.type == "cuda"
     for B, H, new, precision in sizes:
         theirs = AutoModelForCausalLM.from_config(config).to(device).eval()
         theirs.load_state_dict(model.state_dict())
@@ -149,9 +157,8 @@ def bench_rollout(name: str, config, sizes: list[tuple], opening: tuple, message
                           lambda: our_dialogues(model, openings, messages, new, precision), repeats, device)
         floor = rollout_floor(model, openings, messages, new, precision, bandwidth(device),
                               multiplications(DTYPES[precision], device))
-        rows.append(row(f"rollout, {name}, B = {B}, {precision}", "tokens/s",
-                        *(B * H * new / t for t in (*times, floor)), higher=True))
-    return rows
+        yield row(f"rollout, {name}, B = {B}, {precision}", "sampled tokens/s",
+                  *(B * H * new / t for t in (*times, floor)), higher=True)
 
 
 # Update -----------------------------------------------------------------------------------------------------
@@ -168,23 +175,26 @@ def update_batch(vocabulary: int, device) -> tuple[Tensor, ...]:
 
 
 def plain_update(model: Transformer, optimiser, tokens: Tensor, action_mask: Tensor, old_logprobs: Tensor,
-                 advantages: Tensor) -> None:
-    """The same step as one reads it in a tutorial: all logits, of all positions, of all dialogues."""
+                 advantages: Tensor, micro_batch: int) -> None:
+    """Take the same step with the logits of all positions, so many dialogues at a time."""
     optimiser.zero_grad(set_to_none=True)
-    logprobs = model.logits(model(tokens))[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
-    ratio, A, mask = (logprobs - old_logprobs[:, 1:]).exp(), advantages[:, None], action_mask[:, 1:]
-    loss = -torch.minimum(ratio * A, ratio.clamp(0.8, 1.2) * A)[mask].sum() / mask.sum()
-    loss.backward()
+    for rows in torch.arange(len(tokens), device=tokens.device).split(micro_batch):
+        ids, mask, A = tokens[rows], action_mask[rows, 1:], advantages[rows, None]
+        logprobs = model.logits(model(ids))[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+        ratio = (logprobs - old_logprobs[rows, 1:]).exp()
+        surrogate = torch.minimum(ratio * A, ratio.clamp(0.8, 1.2) * A)
+        (-surrogate[mask].sum() / action_mask.sum()).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimiser.step()
 
 
 def one_update(kind: str, model: Transformer, optimiser, batch: tuple, precision: str) -> None:
+    """Take a step as `kind` says: ours, plain in one batch, or plain in micro-batches of our size."""
     with autocast(model.device, precision):
         if kind == "ours":
             update(model, optimiser, *batch, token_budget=BUDGET)
         else:
-            plain_update(model, optimiser, *batch)
+            plain_update(model, optimiser, *batch, DIALOGUES if kind == "plain" else BUDGET // TOKENS)
 
 
 def adamw(model: Transformer) -> torch.optim.Optimizer:
@@ -203,17 +213,24 @@ def peak_memory(kind: str, precision: str) -> float:
     return float(done.stdout)
 
 
+def resident(name: str) -> int:
+    """Return VmRSS, the bytes held now, or VmHWM, the most that were held. Linux only."""
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(name)).split()[1])
+
+
 def print_peak(kind: str, precision: str) -> None:
-    """Be that process. Linux only: the memory held before is read from /proc."""
+    """Take one step and print the most bytes that it held above what was held before it."""
     model = Transformer(MODELS["SmolLM2-135M"])
     optimiser, batch = adamw(model), update_batch(model.config.vocab_size, model.device)
-    before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    before = resident("VmRSS")
     one_update(kind, model, optimiser, batch, precision)
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before)
+    print(resident("VmHWM") - before)
 
 
-def bench_update(repeats: int, device: torch.device) -> list[dict]:
-    model, rows = Transformer(MODELS["SmolLM2-135M"]).to(device), []
+def bench_update(repeats: int, device: torch.device) -> Iterator[dict]:
+    """Measure a step on DIALOGUES of TOKENS, half of them actions: seconds, gradients and peak memory."""
+    model = Transformer(MODELS["SmolLM2-135M"]).to(device)
     optimiser, batch = adamw(model), update_batch(model.config.vocab_size, device)
     blocks, head = linear_weights(model)
     for precision in DTYPES:
@@ -222,22 +239,26 @@ def bench_update(repeats: int, device: torch.device) -> list[dict]:
             one_update(kind, model, optimiser, batch, precision)
             gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
         difference = float((gradients[0] - gradients[1]).norm() / gradients[0].norm())
-        times = alternate(*(lambda kind=kind: one_update(kind, model, optimiser, batch, precision)
-                            for kind in ("plain", "ours")), repeats, device)
+        print(f"update, {precision}: gradients differ by {difference:.0e} of their norm", flush=True)
+        del gradients
         work = 6 * DIALOGUES * (TOKENS * blocks + ACTIONS * head)
         floor = work / multiplications(DTYPES[precision], device)
-        rows.append(row(f"update, {precision}, gradients differ by {difference:.0e}", "s", *times, floor))
+        for kind, name in (("plain", "one batch"), ("split", "micro-batches")):
+            times = alternate(lambda: one_update(kind, model, optimiser, batch, precision),
+                              lambda: one_update("ours", model, optimiser, batch, precision), repeats, device)
+            yield row(f"update, {precision}, plain in {name}", "s", *times, floor)
         if device.type == "cpu":
-            peaks = [peak_memory(kind, precision) / 1e9 for kind in ("plain", "ours")]
-            rows.append(row(f"update, {precision}, peak above weights and optimiser", "GB", *peaks,
-                            4 * sum(p.numel() for p in model.parameters()) / 1e9))
-    return rows
+            least = 4 * sum(p.numel() for p in model.parameters()) / 1e9                  # the gradient alone
+            plain, split, ours = (peak_memory(kind, precision) / 1e9 for kind in ("plain", "split", "ours"))
+            yield row(f"update, {precision}, peak, plain in one batch", "GB", plain, ours, least)
+            yield row(f"update, {precision}, peak, plain in micro-batches", "GB", split, ours, least)
 
 
 # Warm start -------------------------------------------------------------------------------------------------
 
 def padded_step(model: Transformer, examples: list[Example], micro_batch: int) -> None:
-    """Forward and backward over micro-batches of dialogues as they come, padded, with all logits."""
+    """Take gradients over micro-batches of dialogues, sorted by length and padded, with all logits."""
+    examples = sorted(examples, key=lambda example: len(example[0]))
     for i in range(0, len(examples), micro_batch):
         part = examples[i:i + micro_batch]
         T = max(len(ids) for ids, _ in part)
@@ -248,13 +269,14 @@ def padded_step(model: Transformer, examples: list[Example], micro_batch: int) -
 
 
 def packed_step(model: Transformer, examples: list[Example], token_budget: int) -> None:
+    """Take the same gradients over packed rows."""
     for tokens, mask, segments in packed_batches(examples, token_budget, model.device):
         (-token_logprobs(model, tokens, mask, segments).sum()).backward()
 
 
-def bench_warm_start(repeats: int, device: torch.device) -> list[dict]:
-    """16 dialogues of 40 to 400 tokens, four at a time or 1,600 tokens; half of them have a loss."""
-    model, rows = Transformer(MODELS["SmolLM2-135M"]).to(device), []
+def bench_warm_start(repeats: int, device: torch.device) -> Iterator[dict]:
+    """Measure 16 dialogues of 40 to 400 tokens, half of them with a loss: four or 1,600 tokens at a time."""
+    model = Transformer(MODELS["SmolLM2-135M"]).to(device)
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(40, 401, (16,), generator=generator).tolist()
     examples = [(torch.randint(model.config.vocab_size, (n,), generator=generator).tolist(),
@@ -265,28 +287,28 @@ def bench_warm_start(repeats: int, device: torch.device) -> list[dict]:
             times = alternate(lambda: padded_step(model, examples, 4),
                               lambda: packed_step(model, examples, 1600), repeats, device)
         floor = 6 * sum(lengths) * (blocks + head / 2) / multiplications(DTYPES[precision], device)
-        rows.append(row(f"warm start, {precision}", "tokens/s", *(sum(lengths) / t for t in (*times, floor)),
-                        higher=True))
-    return rows
+        yield row(f"warm start, {precision}", "tokens/s", *(sum(lengths) / t for t in (*times, floor)),
+                  higher=True)
 
 
 # Sampler ----------------------------------------------------------------------------------------------------
 
 def usual_sample(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a token a row and its log-probability, as one finds it done."""
+    logits = logits.float()
     tokens = torch.multinomial(logits.softmax(-1), 1)
     return tokens, logits.log_softmax(-1).gather(-1, tokens)
 
 
-def bench_sampler(repeats: int, device: torch.device) -> list[dict]:
-    rows = []
+def bench_sampler(repeats: int, device: torch.device) -> Iterator[dict]:
+    """Measure four matrices of logits in turn, so that none waits in a cache."""
     for B, V, dtype in ((64, 49_152, torch.float32), (256, 151_936, torch.bfloat16)):
-        logits = torch.randn(B, V, device=device).to(dtype)
+        matrices = [torch.randn(B, V, device=device).to(dtype) for _ in range(4)]
         u = uniform(torch.arange(B, device=device), torch.zeros(B, dtype=torch.long, device=device))
-        times = alternate(lambda: [usual_sample(logits.float()) for _ in range(5)],
-                          lambda: [sample(logits, u) for _ in range(5)], 3 * repeats, device)
-        rows.append(row(f"sampler, {B} x {V:,}, {str(dtype)[6:]}", "ms",
-                        *(1e3 * t / 5 for t in times), 1e3 * logits.nbytes / bandwidth(device)))
-    return rows
+        times = alternate(lambda: [usual_sample(logits) for logits in matrices],
+                          lambda: [sample(logits, u) for logits in matrices], 3 * repeats, device)
+        yield row(f"sampler, {B} x {V:,}, {str(dtype)[6:]}", "ms", *(1e3 * t / 4 for t in times),
+                  1e3 * matrices[0].nbytes / bandwidth(device))
 
 
 # The table --------------------------------------------------------------------------------------------------
@@ -298,6 +320,7 @@ def row(what: str, unit: str, theirs: float, ours: float, floor: float, higher: 
 
 
 def shown(value: float) -> str:
+    """Return three digits, or all before the point."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
@@ -331,11 +354,11 @@ def main() -> None:
                                                         [(64, 1, 128, "bf16")], (40, 80), (8, 24),
                                                         args.repeats, device))
     rows = []
-    print(f"{'':50s}{'theirs':>9s}{'ours':>9s}{'floor':>9s}  {'unit':10s}{'ratio':>6s}")
+    print(f"{'':50s}{'theirs':>9s}{'ours':>9s}{'floor':>9s}  {'unit':17s}{'ratio':>6s}")
     for bench in (bench for part in wanted for bench in benches[part]):
         for found in bench():
             rows.append(found)
-            print("{:50s}{:>9s}{:>9s}{:>9s}  {:10s}{:6.2f}".format(
+            print("{:50s}{:>9s}{:>9s}{:>9s}  {:17s}{:6.2f}".format(
                 found["what"], *(shown(found[column]) for column in ("theirs", "ours", "floor")),
                 found["unit"], found["ratio"]), flush=True)
     if not args.only and device.type == "cpu":

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, fields, replace
 
 from align_sim import CALIBRATION_STEPS, OWN_BATCH, OWN_LR, OWN_STEPS, SFT_BATCH, SFT_LR, SFT_STEPS
 from chat import is_embedded
+from logprobs import TOKEN_BUDGET
 from plot import METHODS
 from rollout import HORIZON, MAX_NEW_TOKENS
-from sft import TOKEN_BUDGET
 
 OWN = {"sft_steps": OWN_STEPS, "sft_batch": OWN_BATCH, "sft_lr": OWN_LR,
        "calibration_steps": OWN_STEPS, "train_problems": 1000, "prompts": 8, "lr": 1e-6, "steps": 100,
@@ -56,7 +56,7 @@ class Config:
     precision: str = option("", "bf16 multiplies matrices in bf16, weights that train stay in fp32 "
                                 "(default: fp32; on cuda, with other presets than tiny, bf16)",
                             choices=("fp32", "bf16"))
-    graphs: bool = option(False, "on cuda: replay the token loop of rollouts as a CUDA graph")
+    cuda_graphs: bool = option(False, "on cuda: replay the token loop of rollouts as a graph (not measured)")
     horizon: int = option(HORIZON, "assistant turns a dialogue may have, H", minimum=1)
     group_size: int = option(8, "dialogues a problem, G", minimum=2)
     prompts: int = option(32, "problems a step, P", minimum=1)

@@ -4,10 +4,10 @@
    call, what all dialogues begin with is read once.
 2. *Finished rows stop costing.* Dialogues that ended leave the batch, and when half of the replies of a turn
    are complete the others go on in a cache of their own.
-3. *No waiting in the token loop.* It has no loop over rows, and on a GPU the question whether all replies are
-   complete, which must wait for the answer, is asked every 8 tokens. What was sampled in vain is thrown away.
-4. *Weights in the order of the machine.* On a CPU, oneDNN multiplies up to 1.7 times as fast with weights
-   that were reordered once; an engine makes itself such a copy.
+3. *The token loop does not wait.* No Python runs over rows, and a GPU is asked only every 8 tokens whether
+   all replies are complete; what was sampled after the end is thrown away.
+4. *Weights in the order of the machine.* On a CPU, oneDNN multiplies faster with weights that were reordered
+   once; an engine makes itself such a copy.
 
 Run `python engine.py` to see what a turn costs with and without the cache.
 
@@ -21,17 +21,26 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from cache import KVCache
 from chat import Chat, tiny_chat
-from model import Attention, FeedForward, KVCache, Transformer, tiny_config
+from model import Attention, FeedForward, Transformer, tiny_config
 from sampling import draw_key, sample, uniform
 
 SHARED = 16                      # tokens from which on it pays to read a common beginning once
 ASK_EVERY = 8                    # tokens after which a GPU is asked whether replies are complete
+WORTH_RECORDING = 16             # tokens to go from which on a CUDA graph pays
 WIDE = 256                       # width of a model from which on reordered weights pay
 TOGETHER = {Attention: ("q_proj", "k_proj", "v_proj"), FeedForward: ("gate_proj", "up_proj")}
 
 
-class PackedLinear(nn.Module):
+def can_reorder(dtype: torch.dtype) -> bool:
+    """Return whether this machine's oneDNN takes reordered weights of a type."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    return dtype == torch.float32 or dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+class ReorderedLinear(nn.Module):
     """Linear layers of one input, for inference on a CPU: one copy of their weights, in the order in which
     oneDNN reads them.
 
@@ -51,60 +60,60 @@ class PackedLinear(nn.Module):
         return out if len(self.widths) == 1 else out.split(self.widths, dim=-1)
 
 
-def packed(model: Transformer) -> Transformer:
-    """Return a model that computes the same for inference, and shares what is not packed; the model itself
-    where packing is not to be had or does not pay.
+def reordered(model: Transformer) -> Transformer:
+    """Return a model that computes the same for inference, and shares what is not reordered; the model itself
+    where that is not to be had or does not pay.
     """
     dtype = model.compute_dtype
-    if (model.device.type != "cpu" or not torch.backends.mkldnn.is_available() or dtype == torch.float64
-            or model.config.hidden_size < WIDE):
+    if model.device.type != "cpu" or model.config.hidden_size < WIDE or not can_reorder(dtype):
         return model
     model = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
     for module in list(model.modules()):
         linear = {name: child for name, child in module.named_children() if isinstance(child, nn.Linear)}
         together = TOGETHER.get(type(module), ())
         if together and linear.keys() >= set(together):                        # no adapters around them
-            module.project = PackedLinear([linear.pop(name) for name in together], dtype).forward
+            module.project = ReorderedLinear([linear.pop(name) for name in together], dtype).forward
         for name, layer in linear.items():
-            setattr(module, name, PackedLinear([layer], dtype))
+            setattr(module, name, ReorderedLinear([layer], dtype))
     return model
 
 
-def recorded(step: Callable[[], None]) -> Callable[[], None]:
-    """Return a CUDA graph of a step that has run before: one launch instead of hundreds."""
+def recorded(function: Callable[[], None]) -> Callable[[], None]:
+    """Return a CUDA graph of a function that has run before: one launch instead of hundreds."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        step()
+        function()
     return graph.replay
 
 
 class Replies:
     """Replies being sampled in b rows of a cache, a token of each at a time.
 
-    Tensors change in place, so that a GPU can replay a step: rows, keys, positions of the next token, ends
-    that it may not reach, token, logprob, done (b,).
+    Tensors change in place, so that a GPU can replay `next_token`: rows, keys, positions of the next token,
+    ends that it may not reach, token, logprob, done (b,).
     """
 
     def __init__(self, model: Transformer, cache: KVCache, hidden: Tensor, keys: Tensor, positions: Tensor,
                  ends: Tensor, stops: Tensor):
         self.model, self.cache, self.keys, self.stops = model, cache, keys, stops
-        self.positions, self.ends, self.rows = positions, ends, torch.arange(len(keys), device=keys.device)
+        self.positions, self.ends = positions.clone(), ends
+        self.rows = torch.arange(len(keys), device=keys.device)
         self.token = torch.zeros_like(positions)
         self.logprob = torch.zeros_like(positions, dtype=torch.promote_types(hidden.dtype, torch.float32))
         self.done = torch.zeros_like(positions, dtype=torch.bool)
-        self.draw(hidden)
+        self.sample(hidden)
 
-    def draw(self, hidden: Tensor) -> None:
+    def sample(self, hidden: Tensor) -> None:
         """Sample the token that follows hidden states (b, D)."""
-        token, logprob = sample(self.model.logits(hidden), uniform(self.keys, self.positions))
+        token, logprob = sample(self.model.scores(hidden), uniform(self.keys, self.positions))
         self.token.copy_(token)
         self.logprob.copy_(logprob)
         self.positions += 1
-        self.done |= torch.isin(token, self.stops) | (self.positions >= self.ends)
+        self.done |= (token[:, None] == self.stops).any(1) | (self.positions >= self.ends)
 
-    def step(self) -> None:
+    def next_token(self) -> None:
         """Read the last tokens of replies that are not complete, and sample the next."""
-        self.draw(self.model(self.token[:, None], self.cache, (~self.done).long())[:, 0])
+        self.sample(self.model(self.token[:, None], self.cache, (~self.done).long())[:, 0])
 
     def narrow(self, left: Tensor, whole: KVCache) -> None:
         """Go on with the rows `left` alone, in a part of the cache."""
@@ -128,7 +137,7 @@ class Engine:
 
     def __init__(self, model: Transformer, chat: Chat, openings: list[list[int]], keys: list[int],
                  max_new_tokens: int):
-        self.model, self.chat, self.max_new_tokens = packed(model), chat, max_new_tokens
+        self.model, self.chat, self.max_new_tokens = reordered(model), chat, max_new_tokens
         self.room = model.config.max_position_embeddings                          # tokens a dialogue may hold
         self.ask_every = 1 if model.device.type == "cpu" else ASK_EVERY
         self.cache = KVCache(model.config, len(openings), model.device, model.compute_dtype)
@@ -199,10 +208,11 @@ class Engine:
         budgets = [min(self.max_new_tokens, self.room - length) for length in lengths]
         stops, starts, limits = (torch.tensor(values, dtype=torch.long, device=device)
                                  for values in (sorted(self.chat.stop_ids), lengths, budgets))
+        assert min(budgets) > 0, f"dialogues without room for a token: lengths {lengths} of {self.room}"
         replies = Replies(self.model, self.cache, self.read(), self.keys, starts, starts + limits, stops)
         tokens = torch.zeros(len(lengths), max(budgets), dtype=torch.long, device=device)
         logprobs = torch.zeros_like(tokens, dtype=replies.logprob.dtype)
-        step = replies.step
+        next_token = replies.next_token
         for n in range(max(budgets)):
             tokens[replies.rows, n], logprobs[replies.rows, n] = replies.token, replies.logprob
             if n % self.ask_every == self.ask_every - 1:
@@ -211,11 +221,13 @@ class Engine:
                     break
                 if 2 * len(left) <= len(replies.rows):
                     replies.narrow(left, self.cache)
-                    step = replies.step
-            step()
-            if self.model.graphs and step == replies.step:
+                    next_token = replies.next_token
+            if n + 1 < max(budgets):
+                next_token()
+            if (self.model.cuda_graphs and next_token == replies.next_token
+                    and max(budgets) - n > WORTH_RECORDING):
                 replies.cache.fix(max(length + budget for length, budget in zip(lengths, budgets)))
-                step = recorded(replies.step)
+                next_token = recorded(replies.next_token)
         replies.settle(self.cache)
         self.cache.fixed = False
         return self.append(tokens, logprobs, torch.isin(tokens, stops), limits)
@@ -233,7 +245,7 @@ class Engine:
 
 
 def main() -> None:
-    """Let an untrained model say five things, and count what it read."""
+    """Count what an untrained model reads when it says five things."""
     chat = tiny_chat()
     model, read = Transformer(tiny_config(chat.vocab_size)), []
     model.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0].shape[1]))

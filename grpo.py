@@ -23,7 +23,7 @@ Shapes: P prompts, G group size, B = P*G dialogues, T tokens, right padded; inde
 import torch
 from torch import Tensor
 
-from logprobs import token_logprobs
+from logprobs import TOKEN_BUDGET, token_logprobs
 from model import Transformer
 
 
@@ -98,7 +98,7 @@ def micro_batches(lengths: Tensor, token_budget: int) -> list[Tensor]:
 def update(policy: Transformer, optimiser: torch.optim.Optimizer, tokens: Tensor, action_mask: Tensor,
            old_logprobs: Tensor, advantages: Tensor, *, reference: Transformer | None = None,
            clip_eps: float = 0.2, kl_coef: float = 0.0, max_grad_norm: float = 1.0,
-           token_budget: int = 4096) -> dict:
+           token_budget: int = TOKEN_BUDGET) -> dict:
     """Take one optimiser step on B dialogues and return its statistics.
 
     They go through the model longest first, `token_budget` tokens at a time. If `reference` is given, the
@@ -106,7 +106,8 @@ def update(policy: Transformer, optimiser: torch.optim.Optimizer, tokens: Tensor
 
     Raises: FloatingPointError if the loss or the gradient is not finite; nothing is updated then.
     """
-    lengths = action_mask.shape[1] - action_mask.flip(1).int().argmax(1)   # up to each dialogue's last action
+    places = torch.arange(1, action_mask.shape[1] + 1, device=tokens.device)
+    lengths = (action_mask * places).amax(1).clamp(min=1)                  # up to each dialogue's last action
     actions = max(1, int(action_mask.sum()))
     total = {"loss": 0.0, "ratio_max": 0.0, "clipped": 0.0, "kl": 0.0}
     optimiser.zero_grad(set_to_none=True)

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from model import Transformer, tiny_config
+from model import Transformer, tiny_config, wide
 
+TOKEN_BUDGET = 4096                           # tokens, padding included, of a forward and backward pass
 LOGITS = 2 ** 24                              # that a chunk may have: 64 MiB in fp32, 110 positions of Qwen's
 
 
@@ -33,8 +34,7 @@ def chunk_probabilities(hidden: Tensor, head: Tensor, chosen: Tensor, cap: float
 
     `cap` squashes scores s to cap tanh(s / cap), which is Gemma's final_logit_softcapping.
     """
-    z = hidden @ head.T
-    z, slope = z.to(torch.promote_types(z.dtype, torch.float32)), 1 / temperature
+    z, slope = wide(hidden @ head.T), 1 / temperature
     if cap:
         z = (z / cap).tanh_()
         slope = (1 - z.square()) / temperature
@@ -49,38 +49,39 @@ def chunk_probabilities(hidden: Tensor, head: Tensor, chosen: Tensor, cap: float
 class ChosenLogprobs(torch.autograd.Function):
     """The log-probability (A,) of one token after every hidden state (A, D), never with all (A, V) logits.
 
-    Matrices multiply in `dtype`; everything after them, and sums over chunks, are in fp32 at least.
+    Matrices multiply in `dtype`; what follows is in fp32 at least, and sums over chunks are in the head's own
+    type. The gradient can be asked for once.
     """
 
     @staticmethod
     def forward(ctx, hidden: Tensor, head: Tensor, chosen: Tensor, cap: float | None, temperature: float,
                 dtype: torch.dtype) -> Tensor:
-        step, cast, logprobs = max(1, LOGITS // len(head)), head.to(dtype), []
-        for h, y in zip(hidden.split(step), chosen.split(step)):
+        few, cast, logprobs = max(1, LOGITS // len(head)), head.to(dtype), []
+        for h, y in zip(hidden.split(few), chosen.split(few)):
             p, logprob, _ = chunk_probabilities(h.to(dtype), cast, y, cap, temperature)
             logprobs.append(logprob)
         alone = len(logprobs) == 1 and not cap                # then nothing is gained by computing them again
         ctx.save_for_backward(hidden, head, chosen, p if alone else None)
-        ctx.options = step, cap, temperature, dtype
+        ctx.options = few, cap, temperature, dtype
         return torch.cat(logprobs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple:
         hidden, head, chosen, kept = ctx.saved_tensors
-        step, cap, temperature, dtype = ctx.options
-        cast, grad_hidden, grad_head = head.to(dtype), torch.empty_like(hidden), None
-        for start, (h, y, g) in enumerate(zip(hidden.split(step), chosen.split(step), grad.split(step))):
+        few, cap, temperature, dtype = ctx.options
+        cast, grad_hidden = head.to(dtype), torch.empty_like(hidden)
+        grad_head = torch.zeros_like(head) if ctx.needs_input_grad[1] else None
+        for start, (h, y, g) in enumerate(zip(hidden.split(few), chosen.split(few), grad.split(few))):
             h = h.to(dtype)
             p, _, slope = ((kept, None, 1 / temperature) if kept is not None else
                            chunk_probabilities(h, cast, y, cap, temperature))
             dz = p.mul_(-g[:, None])                                              # (A, V)
             dz[torch.arange(len(y), device=y.device), y] += g
             dz = dz.mul_(slope).to(dtype)
-            grad_hidden[start * step:start * step + len(h)] = dz @ cast
-            if ctx.needs_input_grad[1]:
-                product = (dz.T @ h).to(head.dtype)
-                grad_head = product if grad_head is None else grad_head.add_(product)
+            grad_hidden[start * few:start * few + len(h)] = dz @ cast
+            if grad_head is not None:
+                grad_head += dz.T @ h
         return grad_hidden, grad_head, None, None, None, None
 
 
@@ -99,21 +100,23 @@ def token_logprobs(model: Transformer, tokens: Tensor, mask: Tensor, segments: T
     starts = segments.diff(dim=1, prepend=segments[:, :1] - 1) != 0 if segments is not None else 0
     assert not (mask[:, 0].any() or (mask & starts).any()), "a first token has no context to be scored in"
     hidden = model(tokens, segments=segments)[:, :-1][mask[:, 1:]]                # (A, D)
-    cap = getattr(model.config, "final_logit_softcapping", None)
-    chosen = ChosenLogprobs.apply(hidden, model.lm_head.weight, tokens[:, 1:][mask[:, 1:]], cap, temperature,
-                                  model.compute_dtype)
+    chosen = ChosenLogprobs.apply(hidden, model.lm_head.weight, tokens[:, 1:][mask[:, 1:]], model.softcap,
+                                  temperature, model.compute_dtype)
     return torch.zeros(tokens.shape, device=tokens.device, dtype=chosen.dtype).masked_scatter(mask, chosen)
 
 
 def main() -> None:
-    model = Transformer(tiny_config(vocab_size=700)).double()
-    tokens = torch.randint(700, (4, 100), generator=torch.Generator().manual_seed(0))
+    """Compare values and gradients with those of all logits at once, under a vocabulary of 100,000."""
+    V, model = 100_000, Transformer(tiny_config(vocab_size=100_000))
+    tokens = torch.randint(V, (4, 100), generator=torch.Generator().manual_seed(0))
     mask = (torch.arange(100) % 2 == 1).expand(4, -1)
     whole = model.logits(model(tokens))[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
-    gradients = [torch.autograd.grad(logprobs.sum(), model.lm_head.weight)[0] for logprobs in
-                 (whole[mask[:, 1:]], token_logprobs(model, tokens, mask))]
-    print(f"all logits: {tokens.numel() * 700:,} numbers; a chunk never has more than {LOGITS:,}")
-    print(f"largest difference of the head's gradient: {(gradients[0] - gradients[1]).abs().max():.1e}")
+    values = whole[mask[:, 1:]], token_logprobs(model, tokens, mask)[mask]
+    gradients = [torch.autograd.grad(logprobs.sum(), model.lm_head.weight)[0] for logprobs in values]
+    print(f"{tokens.numel() * V:,} logits at once; chunks of {LOGITS // V} of {mask.sum()} positions, "
+          f"{LOGITS // V * V:,} logits")
+    for name, (ours, theirs) in (("log-probabilities", values), ("gradients of the head", gradients)):
+        print(f"{name}: largest difference {(ours - theirs).abs().max():.1e} of {theirs.abs().max():.1e}")
 
 
 if __name__ == "__main__":

@@ -15,10 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import Gemma3TextConfig, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
-from logprobs import LOGITS, ChosenLogprobs
+from cache import KVCache
+from logprobs import LOGITS, TOKEN_BUDGET, ChosenLogprobs
 from lora import add_adapters, trainable
-from model import KVCache, Transformer, autocast
-from sft import TOKEN_BUDGET
+from model import Transformer, autocast
 
 GB = 1e9
 # sizes from the models' published config.json
@@ -53,7 +53,8 @@ def size(tensors: list[Tensor]) -> int:
 
 def saved_bytes(model: Transformer, dialogues: int, tokens: int, actions: int) -> int:
     """Return what a forward pass keeps for the backward one, weights cast to bf16 included, and what the
-    backward pass holds of a chunk's logits: their gradient in fp32 and in bf16, and what it came from.
+    backward pass of the head adds: a chunk's logits and their gradient, the head in bf16, its gradient once
+    more and the product that is added to it.
     """
     own, saved = {parameter.untyped_storage()._cdata for parameter in model.parameters()}, {}
 
@@ -68,7 +69,8 @@ def saved_bytes(model: Transformer, dialogues: int, tokens: int, actions: int) -
         ChosenLogprobs.apply(hidden, model.lm_head.weight, torch.zeros(len(hidden), dtype=torch.long), None,
                              1.0, torch.bfloat16)
     chunk = min(len(hidden), max(1, LOGITS // model.config.vocab_size)) * model.config.vocab_size
-    return sum(storage.nbytes() for storage in saved.values()) + 8 * chunk
+    head = 8 * model.lm_head.weight.numel() if model.lm_head.weight.requires_grad else 0
+    return sum(storage.nbytes() for storage in saved.values()) + 8 * chunk + head
 
 
 def training_bytes(config: PreTrainedConfig, *, lora_rank: int, dialogues: int, tokens: int,

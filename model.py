@@ -4,8 +4,8 @@ RMSNorm, rotary positions, grouped-query attention and a gated feed-forward, as 
 Policy, reference and simulator are all this one class, whether they have 0.1 M parameters or 7 B. Two things
 matter to reinforcement learning on dialogues:
 
-1. `KVCache` keeps a length per row, because the dialogues of a batch grow at different speeds: every turn
-   feeds only what is new, and what pads it to a rectangle is not computed.
+1. With a `KVCache` every turn feeds only what is new, and what pads it to a rectangle goes through attention
+   alone.
 2. A row may hold several dialogues one after the other, its `segments`: none sees another, so training need
    not pad.
 
@@ -24,7 +24,6 @@ Shapes: B rows, T tokens, S cached tokens, V vocabulary, D width, L layers, N qu
 size.
 """
 
-import copy
 import math
 
 import torch
@@ -32,9 +31,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedConfig
 
+from cache import KVCache, head_size
+
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma3_text")
 ROPES = ("default", "linear", "llama3")
-GROWTH = 256                                              # tokens that a cache grows by beyond what it must
 FULL, SLIDING = "full_attention", "sliding_attention"     # the kinds of layer, as config.layer_types has them
 
 
@@ -44,6 +44,11 @@ def autocast(device: torch.device, precision: str) -> torch.autocast:
     Weights are cast once a context: nothing may be computed in it after an optimiser step.
     """
     return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
+
+
+def wide(x: Tensor) -> Tensor:
+    """Return a tensor in fp32, or in fp64 if it is."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def tiny_config(vocab_size: int, **sizes) -> LlamaConfig:
@@ -59,11 +64,6 @@ def tiny_config(vocab_size: int, **sizes) -> LlamaConfig:
                           "rms_norm_eps": 1e-5,
                           "tie_word_embeddings": True,             # one matrix for embedding and head
                           "bos_token_id": None, "eos_token_id": None} | sizes)
-
-
-def head_size(config: PreTrainedConfig) -> int:
-    """Return E."""
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def layer_types(config: PreTrainedConfig) -> list[str]:
@@ -100,102 +100,6 @@ def check_config(config: PreTrainedConfig) -> None:
     if min(D, N, K, E, config.vocab_size, config.num_hidden_layers,
            config.intermediate_size) < 1 or N % K or E % 2:
         raise ValueError(f"sizes that fit no model: width {D}, {N} query heads, {K} key heads, head size {E}")
-
-
-class KVCache:
-    """Keys and values of B dialogues, each with its own length; the capacity grows when it has to.
-
-    New tokens come as (B, T), right padded. Everything but attention sees only the A real ones, in one row.
-    One slot beyond the capacity takes what rows without a new token write, so that it never meets a real one.
-
-    Shapes: keys and values of a layer (B, K, capacity + 1, E); lengths (B,); rows, offsets, slots (A,).
-    """
-
-    def __init__(self, config: PreTrainedConfig, batch: int, device=None, dtype=None):
-        empty = torch.zeros(batch, config.num_key_value_heads, 1, head_size(config), device=device,
-                            dtype=dtype)
-        self.keys = [empty] * config.num_hidden_layers
-        self.values = [empty] * config.num_hidden_layers
-        self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
-        self.longest = 0                   # no row is longer: attention reads no further
-        self.fixed = False                 # whether all shapes are to stay as they are
-
-    @property
-    def capacity(self) -> int:
-        """Tokens that a row can hold before the cache must grow."""
-        return self.keys[0].shape[2] - 1
-
-    def reserve(self, tokens: int) -> None:
-        """Make room for so many tokens a row, and for some more."""
-        if tokens > self.capacity:
-            more = tokens - self.capacity + GROWTH
-            for tensors in (self.keys, self.values):
-                for layer, old in enumerate(tensors):
-                    tensors[layer] = F.pad(old, (0, 0, 0, more))
-
-    def fix(self, tokens: int) -> None:
-        """Keep all shapes as they are from now on, with room for so many tokens a row."""
-        self.reserve(tokens)
-        self.longest, self.fixed = tokens, True
-
-    def keep(self, rows: Tensor) -> None:
-        """Drop every dialogue but `rows`."""
-        for tensors in (self.keys, self.values):
-            for layer, old in enumerate(tensors):
-                tensors[layer] = old[rows]                     # a layer at a time: never two whole caches
-        self.lengths = self.lengths[rows]
-        self.longest = int(self.lengths.max()) if len(self.lengths) else 0
-
-    def part(self, rows: Tensor) -> "KVCache":
-        """Return a cache of `rows` alone, to go on with while the others rest."""
-        part = copy.copy(self)
-        part.keys, part.values = ([F.pad(old[rows, :, :self.longest], (0, 0, 0, 1)) for old in tensors]
-                                  for tensors in (self.keys, self.values))
-        part.lengths, part.fixed = self.lengths[rows], False
-        return part
-
-    def put_back(self, rows: Tensor, part: "KVCache") -> None:
-        """Take over what a `part` has become."""
-        self.longest = max(self.longest, part.longest)
-        self.reserve(self.longest)
-        for tensors, news in ((self.keys, part.keys), (self.values, part.values)):
-            for old, new in zip(tensors, news):
-                old[rows, :, :part.longest] = new[:, :, :part.longest]
-        self.lengths[rows] = part.lengths
-
-    def place(self, counts: Tensor, T: int) -> None:
-        """Find a place for the first counts (B,) of T tokens a row: new token i is
-        tokens[rows[i], offsets[i]] and goes to slots[i].
-
-        With one token a row, all are kept: selecting would make shapes depend on data at every token.
-        """
-        if T == 1:
-            self.rows = torch.arange(len(counts), device=counts.device)
-            if not self.fixed:
-                self.longest += 1
-                self.reserve(self.longest)
-            self.offsets = torch.zeros_like(self.rows)
-            self.slots = self.lengths.masked_fill(counts == 0, self.capacity)
-        else:
-            self.rows, self.offsets = (torch.arange(T, device=counts.device)
-                                       < counts[:, None]).nonzero(as_tuple=True)
-            self.longest = int((self.lengths + counts).max())
-            self.reserve(self.longest)
-            self.slots = self.lengths[self.rows] + self.offsets
-
-    def write(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k and v (1, K, A, E) in their slots; return all keys and values up to the longest row."""
-        self.keys[layer][self.rows, :, self.slots] = k[0].transpose(0, 1)
-        self.values[layer][self.rows, :, self.slots] = v[0].transpose(0, 1)
-        return self.keys[layer][:, :, :self.longest], self.values[layer][:, :, :self.longest]
-
-    def padded(self, x: Tensor, T: int) -> Tensor:
-        """Return x (1, heads, A, E) as (B, heads, T, E), zero where there is no new token."""
-        if T == 1:
-            return x.transpose(0, 2)
-        out = x.new_zeros(len(self.lengths), T, x.shape[1], x.shape[3])
-        out[self.rows, self.offsets] = x[0].transpose(0, 1)
-        return out.transpose(1, 2)
 
 
 class RMSNorm(nn.Module):
@@ -270,7 +174,8 @@ class Attention(nn.Module):
         q, k = rotate(self.q_norm(q), *rope), rotate(self.k_norm(k), *rope)
         if cache is not None:                                                      # from (1, N or K, A, E)
             q, (k, v) = cache.padded(q, T), cache.write(self.layer, k, v)          # k, v: (B, K, S, E)
-        shape, K, grouped = q.shape, k.shape[1], T == 1 and (q.is_cuda or q.dtype != torch.float32)
+        shape, K = q.shape, k.shape[1]
+        grouped = T == 1 and (q.is_cuda or q.dtype != torch.float32)      # no gain in fp32 on a CPU
         if grouped:                     # the query heads of a key head become its queries: keys are read once
             q = q.reshape(len(q), K, -1, self.head_size)                           # (B, K, N / K, E)
         elif mask is not None and q.is_cuda:         # no fast kernel there takes a mask and grouped heads
@@ -345,7 +250,7 @@ class Transformer(nn.Module):
         super().__init__()
         check_config(config)
         self.config = config
-        self.graphs = False              # whether engines replay their token loop as a CUDA graph
+        self.cuda_graphs = False         # whether engines replay their token loop as a CUDA graph
         self.model = Decoder(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if seed is not None:
@@ -391,17 +296,18 @@ class Transformer(nn.Module):
         if segments is not None:
             starts = torch.where(segments.diff(dim=1, prepend=segments[:, :1] - 1) != 0, positions, 0)
             positions = positions - starts.cummax(dim=1).values
-        x, places = self.model.embed_tokens(tokens), positions
+        x, rope_positions = self.model.embed_tokens(tokens), positions
         if cache is not None:
             cache.place(counts, T)
             positions, S = cache.lengths[:, None] + positions, cache.longest
-            x, places = (values[cache.rows, cache.offsets][None] for values in (x, positions))   # (1, A, ...)
+            x, rope_positions = (values[cache.rows, cache.offsets][None]                # (1, A)
+                                 for values in (x, positions))
         if self.config.model_type == "gemma3_text":
             x = x * torch.tensor(self.config.hidden_size ** 0.5, dtype=x.dtype).item()     # rounded as theirs
         kinds = layer_types(self.config)
         ropes, masks = {}, {}
         for kind in set(kinds):
-            cos, sin = rotary(places, frequencies(self.config, kind, tokens.device))
+            cos, sin = rotary(rope_positions, frequencies(self.config, kind, tokens.device))
             ropes[kind] = cos.to(x.dtype), sin.to(x.dtype)
             masks[kind] = self.attention_mask(positions, S, kind, cache is not None, segments)
         for layer, kind in zip(self.model.layers, kinds):
@@ -425,12 +331,19 @@ class Transformer(nn.Module):
         together = segments[:, :, None] == segments[:, None]
         return (together & (distance >= 0) & (distance < window))[:, None]
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return the scores (..., V) of the token that follows, in fp32 at least."""
+    @property
+    def softcap(self) -> float | None:
+        """What the size of logits is squashed below, if anything."""
+        return getattr(self.config, "final_logit_softcapping", None)
+
+    def scores(self, hidden: Tensor) -> Tensor:
+        """Return the logits (..., V) of the token that follows, in the type that matrices multiply in."""
         scores = self.lm_head(hidden)
-        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-        cap = getattr(self.config, "final_logit_softcapping", None)
-        return cap * torch.tanh(scores / cap) if cap else scores
+        return self.softcap * torch.tanh(wide(scores) / self.softcap) if self.softcap else scores
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the same in fp32 at least."""
+        return wide(self.scores(hidden))
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The sampler.
+"""The sampler: the next token and its log-probability in one pass.
 
 `sample` turns logits into the next token and its log-probability: temperature, log-sum-exp, draw and
 log-probability together. Four decisions matter:

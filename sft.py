@@ -19,12 +19,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from chat import tiny_chat
-from logprobs import token_logprobs
+from logprobs import TOKEN_BUDGET, token_logprobs
 from lora import trainable
 from model import Transformer, autocast, tiny_config
 
 Example = tuple[list[int], list[int]]           # ids and mask of a dialogue, as `Chat.render` returns them
-TOKEN_BUDGET = 4096                             # tokens, padding included, of a forward and backward pass
 
 
 def pack(lengths: list[int], token_budget: int) -> list[list[list[int]]]:
@@ -80,10 +79,10 @@ def examples_nll(model: Transformer, examples: list[Example],
     """Return for every example the negative log-likelihood of its masked tokens, in nats, and how many."""
     room = model.config.max_position_embeddings
     examples = [(ids[:room], mask[:room]) for ids, mask in examples]
-    values = torch.zeros(2, len(examples) + 1, dtype=torch.float64)               # the last: of padding
+    values = torch.zeros(2, len(examples) + 1, dtype=torch.float64)
     for tokens, mask, segments in packed_batches(examples, token_budget, model.device):
         nll, segments = -token_logprobs(model, tokens, mask, segments), segments.flatten().cpu()
-        for total, found in zip(values, (nll, mask)):
+        for total, found in zip(values, (nll, mask)):                             # -1, padding, is the last
             total.index_add_(0, segments % len(total), found.flatten().double().cpu())
     return [(nll, count) for nll, count in values[:, :-1].T.tolist()]
 

@@ -61,7 +61,7 @@ def refuse_another_run(config: Config) -> None:
         before = dict(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError):
         raise ValueError(f"{path} cannot be read, so the run cannot be resumed") from None
-    free = ("resume", "out", "steps")
+    free = ("resume", "out", "steps", "token_budget", "cuda_graphs")      # they change rounding at most
     changed = [name for name, value in asdict(config).items() if name not in free
                and before.get(name) != value]
     if changed:
@@ -221,7 +221,7 @@ def run(config: Config, data: Data) -> dict:
                            probes=data.probes, script=human if data.scripted else None)
         print_report_card(card)
     for model in (base, *(model for model, _ in simulators.values())):
-        model.graphs = config.graphs
+        model.cuda_graphs = config.cuda_graphs
     for name in simulators.keys() - set(methods):                      # one that only the report card needed
         del simulators[name]
     results = {}
@@ -252,8 +252,8 @@ def check_inputs(config: Config) -> None:
         raise ValueError(f"{config.out} exists: choose another --out, or --resume to continue it")
     if config.device != "cpu" and not getattr(torch, config.device).is_available():
         raise ValueError(f"--device {config.device}: this PyTorch finds none")
-    if config.graphs and config.device != "cuda":
-        raise ValueError("--graphs is for --device cuda")
+    if config.cuda_graphs and config.device != "cuda":
+        raise ValueError("--cuda-graphs is for --device cuda")
     if config.evaluate and config.policy:
         raise ValueError("give --evaluate or --policy, not both: either names the policy")
     if config.warm_start and not config.policy:

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-os.environ["TRITON_INTERPRET"] = "1"           # kernels run on the CPU; read when triton is imported
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"       # kernels run on the CPU; read when triton is imported
 
 from chat import tiny_chat  # noqa: E402
 from model import Transformer, tiny_config  # noqa: E402

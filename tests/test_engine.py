@@ -9,11 +9,12 @@ import torch
 from transformers import Gemma3TextConfig, Qwen2Config
 
 import engine as engine_module
-from engine import Engine, packed
+from cache import KVCache
+from engine import Engine, can_reorder, reordered
 from grpo import advantages, update
 from logprobs import token_logprobs
 from lora import add_adapters, trainable
-from model import KVCache, Transformer, autocast, tiny_config
+from model import Transformer, autocast, tiny_config
 from rollout import pad, rollout
 from sampling import sample, uniform
 from simulator import ModelUser
@@ -92,8 +93,8 @@ def test_asking_late_whether_replies_are_complete_changes_nothing(model, chat):
 
 
 @pytest.mark.parametrize("family", ("llama", "gemma3_text"))
-def test_a_step_whose_shapes_stay_fixed_says_the_same(model, chat, family, monkeypatch):
-    """What a CUDA graph replays, here called instead: the same step on the same tensors, for every token."""
+def test_a_token_loop_whose_shapes_stay_fixed_says_the_same(model, chat, family, monkeypatch):
+    """What a CUDA graph replays, here called instead: the same function on the same tensors every time."""
     if family == "gemma3_text":
         model = Transformer(Gemma3TextConfig(
             vocab_size=chat.vocab_size, hidden_size=32, intermediate_size=64, num_hidden_layers=2, head_dim=8,
@@ -102,52 +103,81 @@ def test_a_step_whose_shapes_stay_fixed_says_the_same(model, chat, family, monke
     chat = stopping(chat, 100)
     eager, steps = talk(model, chat), []
 
-    def recorded(step):
-        replies = step.__self__
+    def recorded(next_token):
+        replies = next_token.__self__
         tensors = [value for value in vars(replies).values() if isinstance(value, torch.Tensor)]
         tensors += [*replies.cache.keys, *replies.cache.values, replies.cache.lengths]
 
         def replay():
-            step()
+            next_token()
             now = [value for value in vars(replies).values() if isinstance(value, torch.Tensor)]
             now += [*replies.cache.keys, *replies.cache.values, replies.cache.lengths]
             assert all(a is b for a, b in zip(now, tensors, strict=True))      # no graph would see another
             steps.append(1)
         return replay
     monkeypatch.setattr(engine_module, "recorded", recorded)
-    model.graphs = True
+    monkeypatch.setattr(engine_module, "WORTH_RECORDING", 2)
+    model.cuda_graphs = True
     fixed = talk(model, chat, prepare=lambda engine: setattr(engine, "ask_every", 3))
     assert fixed.tokens == eager.tokens and len(steps) > 10
 
 
-@pytest.mark.parametrize("precision", ("fp32", "bf16"))
-@pytest.mark.parametrize("kind", ("llama", "biases", "adapters"))
-@torch.no_grad()
-def test_reordered_weights_compute_the_same(kind, precision):
-    """A model that is wide enough for it; biases are Qwen2's, adapters keep their own small matrices."""
+def wide_model(kind):
+    """A model that is wide enough to be reordered; biases are Qwen2's, adapters have small matrices."""
     sizes = dict(vocab_size=300, hidden_size=256, intermediate_size=320, num_hidden_layers=2,
                  num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64)
     model = Transformer(Qwen2Config(**sizes) if kind == "biases" else tiny_config(**sizes, head_dim=64))
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
-            parameter.normal_(generator=torch.Generator().manual_seed(1))
     if kind == "adapters":
         add_adapters(model, 4, seed=0)
-        for parameter in trainable(model):
-            parameter.normal_(std=0.02, generator=torch.Generator().manual_seed(2))
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("bias", "expand")):
+            torch.nn.init.normal_(parameter, std=0.02, generator=generator)
+    return model
+
+
+@pytest.mark.parametrize("precision, close", (("fp32", 1e-4), ("bf16", 0.05)))
+@pytest.mark.parametrize("kind", ("llama", "biases", "adapters"))
+@torch.no_grad()
+def test_reordered_weights_compute_the_same(kind, precision, close):
+    """And an engine with them records the log-probabilities that the model itself computes."""
+    model = wide_model(kind)
     tokens = torch.randint(300, (3, 9), generator=torch.Generator().manual_seed(3))
     with autocast(model.device, precision):
-        fast = packed(model)
+        if not can_reorder(model.compute_dtype):
+            pytest.skip("this machine's oneDNN takes no reordered weights of the type")
+        fast = reordered(model)
         expected, found = (m.logits(m(tokens)) for m in (model, fast))
-    assert fast is not model and fast.model.embed_tokens.weight is model.model.embed_tokens.weight
-    close = 1e-4 if precision == "fp32" else 0.05
-    assert torch.allclose(found, expected, atol=close * expected.abs().max())
+        assert fast is not model and fast.model.embed_tokens.weight is model.model.embed_tokens.weight
+        assert torch.allclose(found, expected, atol=close * expected.abs().max())
+        engine = Engine(model, SimpleNamespace(stop_ids={7}), tokens.tolist(), [1, 2, 3], max_new_tokens=20)
+        engine.reply()
+        for ids, mask, logprobs in zip(engine.tokens, engine.action_mask, engine.logprobs):
+            again = token_logprobs(model, torch.tensor([ids]), torch.tensor([mask]))[0]
+            assert torch.allclose(again, torch.tensor(logprobs), atol=10 * close)
 
 
 def test_small_models_and_float64_are_not_reordered(model):
-    assert packed(model) is model and packed(copy.deepcopy(model).float()) is not None
-    wide = Transformer(tiny_config(vocab_size=50, hidden_size=256, num_hidden_layers=1)).double()
-    assert packed(wide) is wide
+    small = copy.deepcopy(model).float()
+    assert reordered(model) is model and reordered(small) is small
+    wide = wide_model("llama").double()
+    assert reordered(wide) is wide
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_cuda_graph_says_what_the_eager_loop_says(chat):
+    model = Transformer(tiny_config(vocab_size=chat.vocab_size)).double().cuda()
+    eager = talk(model, stopping(chat, 30), max_new_tokens=40)
+    model.cuda_graphs = True
+    assert talk(model, stopping(chat, 30), max_new_tokens=40).tokens == eager.tokens
+
+
+@pytest.mark.parametrize("openings", ([[5]], [[5], [6], [7]], [[1, 2, 3]]))
+def test_a_batch_of_one_and_openings_of_one_token(model, openings):
+    engine = Engine(model, SimpleNamespace(stop_ids={3}), openings, list(range(len(openings))), 10)
+    engine.reply()
+    for row, opening in enumerate(openings):
+        assert engine.tokens[row] == simple_loop(model, {3}, opening, row, 10)
 
 
 def test_memory_stays_flat_over_fifty_steps(chat):

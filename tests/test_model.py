@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from cache import GROWTH, KVCache
 from logprobs import token_logprobs
-from model import GROWTH, KVCache, Transformer, tiny_config
+from model import Transformer, tiny_config
 from weights import load_model, save_model
 
 SMALL = dict(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,

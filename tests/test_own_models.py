@@ -185,6 +185,7 @@ def test_a_prompted_model_can_play_the_human(own, tmp_path, server):
     ("--simulator SERVER --method all", "fine-tunes the simulator"),
     ("--simulator http://127.0.0.1:9 --method naive", "#"),
     ("--human nobody", "--human must be scripted or http"),
+    ("--cuda-graphs", "--cuda-graphs is for --device cuda"),
     ("--human http://127.0.0.1:9/v1#m", "127.0.0.1:9"),
     ("--warm-start", "--warm-start is for a given --policy"),
     ("--simulator missing.gguf", "missing.gguf is not a model")])

@@ -74,13 +74,13 @@ def says(chat, model):
     def make(text):
         script, said = [*chat.encode(text), chat.end], [0]
 
-        def logits(hidden):
+        def scores(hidden):
             scores = torch.full((*hidden.shape[:-1], chat.vocab_size), -1000.0, dtype=torch.float64)
             scores[..., script[said[0] % len(script)]] = 0.0
             said[0] += 1
             return scores
 
-        model.logits = logits
+        model.scores = scores
         return model
     return make
 

@@ -34,10 +34,16 @@ for logits in ("*fp32", "*bf16", "*fp16"):
 
 @pytest.fixture(params=("torch", "triton"))
 def sampler(request):
-    """Both implementations of `sample`; the Triton one in its interpreter, on the CPU."""
-    if request.param == "triton":
-        pytest.importorskip("triton")
-    return getattr(sampling, f"sample_{request.param}")
+    """Both implementations of `sample`; where there is no GPU, the Triton one in its interpreter."""
+    if request.param == "torch":
+        return sampling.sample_torch
+    pytest.importorskip("triton")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    def on_device(logits, u, temperature):
+        found = sampling.sample_triton(logits.to(device), u.to(device), temperature)
+        return tuple(values.cpu() for values in found)
+    return on_device
 
 
 def normal(*shape, seed=0):

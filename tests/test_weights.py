@@ -9,9 +9,10 @@ from safetensors.torch import load_file, save_file
 from transformers import (AutoModelForCausalLM, BertConfig, Gemma3Config, Gemma3ForConditionalGeneration,
                           Gemma3TextConfig, LlamaConfig, Qwen2Config, Qwen3Config)
 
+from cache import KVCache
 from logprobs import token_logprobs
 from lora import Adapter, add_adapters, reference_of, trainable
-from model import KVCache, Transformer
+from model import Transformer
 from weights import load_checkpoint, load_model, save_checkpoint, save_model
 
 SMALL = dict(vocab_size=90, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
