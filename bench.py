@@ -11,12 +11,13 @@ machine was measured to have; a model that fits a CPU's caches may go below it. 
 but for top-k and top-p, and returns no log-probabilities; ours do. Peak memory is that of a fresh process.
 Weights are random, of the named model's shape.
 
-Run `python bench.py` (25 minutes on two cores; `--only sampler` for a part). A run of everything on a CPU
-writes assets/bench.csv.
+Run `python bench.py` (25 minutes on two cores; `--only sampler` for a part). On a CPU it writes
+assets/bench.csv.
 """
 
 import argparse
 import csv
+import math
 import statistics
 import subprocess
 import sys
@@ -42,8 +43,11 @@ from sft import Example, packed_batches
 CSV = Path(__file__).parent / "assets" / "bench.csv"
 COLUMNS = ("what", "unit", "theirs", "ours", "ratio", "floor")
 TOKENS, ACTIONS, DIALOGUES = 160, 80, 16        # of the update
-BUDGET = 640                                    # its tokens a forward and backward pass
+BUDGET = 320                                    # its tokens a forward and backward pass
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# of the rollouts: B, H, most tokens a turn, precision, and the share of the vocabulary that ends a reply
+TINY_SIZES = [(256, 5, 32, "fp32", 0.0), (256, 5, 48, "fp32", 0.1)]
+SMOL_SIZES = [(B, 3, 32, precision, 0.0) for B in (16, 64) for precision in DTYPES]
 
 
 def seconds(function: Callable[[], object], device: torch.device) -> float:
@@ -98,28 +102,34 @@ def script(config, B: int, H: int, opening: tuple[int, int], message: tuple[int,
 
 
 @torch.no_grad()
-def our_dialogues(model: Transformer, openings: list, messages: list, new: int, precision: str) -> None:
-    """Let our engine say `new` tokens a turn."""
+def our_dialogues(model: Transformer, openings: list, messages: list, new: int, precision: str,
+                  stops: list[int]) -> int:
+    """Let our engine say at most `new` tokens a turn; return how many it sampled."""
     with autocast(model.device, precision):
-        engine = Engine(model, SimpleNamespace(stop_ids=set()), openings, list(range(len(openings))), new)
+        engine = Engine(model, SimpleNamespace(stop_ids=stops), openings, list(range(len(openings))), new)
         for turn in messages:
             engine.reply()
             for row, ids in enumerate(turn):
                 engine.feed(row, ids)
+    return sum(map(sum, engine.action_mask))
 
 
 @torch.no_grad()
-def their_dialogues(model, openings: list, messages: list, new: int) -> None:
-    """Let `generate` say as many, in left-padded dialogues that are all read again at every turn."""
-    dialogues = [list(ids) for ids in openings]
+def their_dialogues(model, openings: list, messages: list, new: int, stops: list[int]) -> int:
+    """Let `generate` do the same in left-padded dialogues that are all read again at every turn."""
+    dialogues, sampled = [list(ids) for ids in openings], 0
     for turn in messages:
         T = max(map(len, dialogues))
         tokens = torch.tensor([[0] * (T - len(ids)) + ids for ids in dialogues], device=model.device)
         mask = torch.tensor([[0] * (T - len(ids)) + [1] * len(ids) for ids in dialogues], device=model.device)
         out = model.generate(input_ids=tokens, attention_mask=mask, do_sample=True, temperature=1.0, top_k=0,
-                             top_p=1.0, repetition_penalty=1.0, min_new_tokens=new, max_new_tokens=new,
-                             pad_token_id=0, eos_token_id=None)
-        dialogues = [ids + reply + said for ids, reply, said in zip(dialogues, out[:, T:].tolist(), turn)]
+                             top_p=1.0, repetition_penalty=1.0, max_new_tokens=new, pad_token_id=0,
+                             eos_token_id=stops or None)
+        for row, reply in enumerate(out[:, T:].tolist()):
+            end = next((t + 1 for t, token in enumerate(reply) if token in stops), len(reply))
+            dialogues[row] += reply[:end] + turn[row]
+            sampled += end
+    return sampled
 
 
 def rollout_floor(model: Transformer, openings: list, messages: list, new: int, precision: str, reads: float,
@@ -145,20 +155,25 @@ def rollout_floor(model: Transformer, openings: list, messages: list, new: int, 
 
 def bench_rollout(name: str, config, sizes: list[tuple], opening: tuple, message: tuple, repeats: int,
                   device: torch.device) -> Iterator[dict]:
-    """Measure `sizes`: B, H, tokens a turn and precision; openings and messages of random length."""
+    """Measure rollouts of some sizes; openings and messages have random lengths."""
     model = Transformer(config).to(device).eval()
     model.cuda_graphs = device.type == "cuda"
-    for B, H, new, precision in sizes:
+    for B, H, new, precision, share in sizes:
         theirs = AutoModelForCausalLM.from_config(config).to(device).eval()
         theirs.load_state_dict(model.state_dict())
         theirs.to(DTYPES[precision])
         openings, messages = script(config, B, H, opening, message)
-        times = alternate(lambda: their_dialogues(theirs, openings, messages, new),
-                          lambda: our_dialogues(model, openings, messages, new, precision), repeats, device)
+        stops, sampled = list(range(1, 1 + int(share * config.vocab_size))), {"theirs": [], "ours": []}
+        times = alternate(
+            lambda: sampled["theirs"].append(their_dialogues(theirs, openings, messages, new, stops)),
+            lambda: sampled["ours"].append(our_dialogues(model, openings, messages, new, precision, stops)),
+            repeats, device)
+        rates = [statistics.mean(counts) / t for counts, t in zip(sampled.values(), times)]
         floor = rollout_floor(model, openings, messages, new, precision, bandwidth(device),
                               multiplications(DTYPES[precision], device))
-        yield row(f"rollout, {name}, B = {B}, {precision}", "sampled tokens/s",
-                  *(B * H * new / t for t in (*times, floor)), higher=True)
+        length = f"{new} tokens" if not share else f"1 to {new} tokens"
+        yield row(f"rollout, {name}, B = {B}, {precision}, {length}", "sampled tokens/s", *rates,
+                  math.nan if share else B * H * new / floor, higher=True)
 
 
 # Update -----------------------------------------------------------------------------------------------------
@@ -324,10 +339,24 @@ def shown(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
+def write_csv(rows: list[dict]) -> None:
+    """Write rows to assets/bench.csv, in the place of those of the same name."""
+    table = {}
+    if CSV.exists():
+        with CSV.open(newline="", encoding="utf-8") as file:
+            table = {found["what"]: found for found in csv.DictReader(file)}
+    for found in rows:
+        table[found["what"]] = {c: f"{v:.4g}" if isinstance(v, float) else v for c, v in found.items()}
+    with CSV.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(table.values())
+
+
 def main() -> None:
     parts = ("sampler", "warm-start", "update", "rollout")
     parser = argparse.ArgumentParser(description="Measure speed and memory.", allow_abbrev=False)
-    parser.add_argument("--only", choices=parts, help="measure one part, and write nothing")
+    parser.add_argument("--only", choices=parts, help="measure one part; others keep what is recorded")
     parser.add_argument("--repeats", type=int, default=3, help="measurements of each (default: 3)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default: cpu)")
     parser.add_argument("--peak", nargs=2, help=argparse.SUPPRESS)
@@ -341,17 +370,16 @@ def main() -> None:
         f"{multiplications(dtype, device) / 1e9:,.0f} GFLOP/s in {precision}"
         for precision, dtype in DTYPES.items()), flush=True)
     smol, tiny = MODELS["SmolLM2-135M"], tiny_config(tiny_chat().vocab_size)
-    sizes = [(B, 3, 32, precision) for B in (16, 64) for precision in DTYPES]
     benches = {"sampler": [lambda: bench_sampler(args.repeats, device)],
                "warm-start": [lambda: bench_warm_start(args.repeats, device)],
                "update": [lambda: bench_update(args.repeats, device)],
-               "rollout": [lambda: bench_rollout("tiny", tiny, [(256, 5, 32, "fp32")], (20, 40), (4, 12),
-                                                 args.repeats, device),
-                           lambda: bench_rollout("SmolLM2-135M", smol, sizes, (40, 80), (8, 24), args.repeats,
-                                                 device)]}
+               "rollout": [lambda: bench_rollout("tiny", tiny, TINY_SIZES, (20, 40), (4, 12), args.repeats,
+                                                 device),
+                           lambda: bench_rollout("SmolLM2-135M", smol, SMOL_SIZES, (40, 80), (8, 24),
+                                                 args.repeats, device)]}
     if device.type == "cuda":
         benches["rollout"].append(lambda: bench_rollout("Qwen2.5-0.5B", MODELS["Qwen2.5-0.5B"],
-                                                        [(64, 1, 128, "bf16")], (40, 80), (8, 24),
+                                                        [(64, 1, 128, "bf16", 0)], (40, 80), (8, 24),
                                                         args.repeats, device))
     rows = []
     print(f"{'':50s}{'theirs':>9s}{'ours':>9s}{'floor':>9s}  {'unit':17s}{'ratio':>6s}")
@@ -361,12 +389,8 @@ def main() -> None:
             print("{:50s}{:>9s}{:>9s}{:>9s}  {:17s}{:6.2f}".format(
                 found["what"], *(shown(found[column]) for column in ("theirs", "ours", "floor")),
                 found["unit"], found["ratio"]), flush=True)
-    if not args.only and device.type == "cpu":
-        with CSV.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, COLUMNS)
-            writer.writeheader()
-            writer.writerows({c: f"{v:.4g}" if isinstance(v, float) else v for c, v in found.items()}
-                             for found in rows)
+    if device.type == "cpu":
+        write_csv(rows)
 
 
 if __name__ == "__main__":

@@ -80,7 +80,9 @@ class ChosenLogprobs(torch.autograd.Function):
             dz[torch.arange(len(y), device=y.device), y] += g
             dz = dz.mul_(slope).to(dtype)
             grad_hidden[start * few:start * few + len(h)] = dz @ cast
-            if grad_head is not None:
+            if grad_head is not None and grad_head.dtype == dtype:
+                grad_head.addmm_(dz.T, h)
+            elif grad_head is not None:
                 grad_head += dz.T @ h
         return grad_hidden, grad_head, None, None, None, None
 
