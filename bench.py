@@ -262,7 +262,7 @@ def bench_update(repeats: int, device: torch.device) -> Iterator[dict]:
             times = alternate(lambda: one_update(kind, model, optimiser, batch, precision),
                               lambda: one_update("ours", model, optimiser, batch, precision), repeats, device)
             yield row(f"update, {precision}, plain in {name}", "s", *times, floor)
-        if device.type == "cpu":
+        if device.type == "cpu" and Path("/proc/self/status").exists():
             least = 4 * sum(p.numel() for p in model.parameters()) / 1e9                  # the gradient alone
             plain, split, ours = (peak_memory(kind, precision) / 1e9 for kind in ("plain", "split", "ours"))
             yield row(f"update, {precision}, peak, plain in one batch", "GB", plain, ours, least)
@@ -361,6 +361,10 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default: cpu)")
     parser.add_argument("--peak", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.repeats < 1:
+        parser.error(f"--repeats must be at least 1, got {args.repeats}")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: this PyTorch finds none")
     if args.peak:
         print_peak(*args.peak)
         return
