@@ -45,9 +45,10 @@ def test_padded_and_packed_steps_take_the_same_gradient():
     assert torch.allclose(*found, atol=1e-12)
 
 
-@pytest.mark.parametrize("stops", ([], list(range(1, 7))))
+@pytest.mark.parametrize("stops", ([], list(range(1, 31))))
 def test_both_sides_of_a_rollout_sample_tokens_until_they_stop(stops):
-    """Three dialogues of two turns: all of 6 tokens without stop tokens, else a seventh stops at each."""
+    """Three dialogues of two turns: all of 6 tokens without stop tokens, else every other token stops a reply."""
+    torch.manual_seed(0)                                                           # theirs draws from a state
     model = Transformer(CONFIG).eval()
     theirs = AutoModelForCausalLM.from_config(CONFIG).eval()
     theirs.load_state_dict(model.state_dict())
