@@ -47,7 +47,7 @@ def test_padded_and_packed_steps_take_the_same_gradient():
 
 @pytest.mark.parametrize("stops", ([], list(range(1, 31))))
 def test_both_sides_of_a_rollout_sample_tokens_until_they_stop(stops):
-    """Three dialogues of two turns: all of 6 tokens without stop tokens, else every other token stops a reply."""
+    """Three dialogues, two turns of 6 tokens; with stop tokens every other token ends a reply."""
     torch.manual_seed(0)                                                           # theirs draws from a state
     model = Transformer(CONFIG).eval()
     theirs = AutoModelForCausalLM.from_config(CONFIG).eval()
