@@ -9,7 +9,7 @@
 4. *Weights in the order of the machine.* On a CPU, oneDNN multiplies faster with weights that were reordered
    once; an engine makes itself such a copy.
 
-Run `python engine.py` to see what a turn costs with and without the cache.
+Run `python engine.py` to see how little a turn reads.
 
 Shapes: B rows, V vocabulary, T tokens, D width.
 """
