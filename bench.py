@@ -172,8 +172,8 @@ def bench_rollout(name: str, config, sizes: list[tuple], opening: tuple, message
         floor = rollout_floor(model, openings, messages, new, precision, bandwidth(device),
                               multiplications(DTYPES[precision], device))
         length = f"{new} tokens" if not share else f"1 to {new} tokens"
-        yield row(f"rollout, {name}, B = {B}, {precision}, {length}", "sampled tokens/s", *rates,
-                  math.nan if share else B * H * new / floor, higher=True)
+        yield line(f"rollout, {name}, B = {B}, {precision}, {length}", "sampled tokens/s", *rates,
+                   math.nan if share else B * H * new / floor, higher=True)
 
 
 # Update -----------------------------------------------------------------------------------------------------
@@ -261,12 +261,12 @@ def bench_update(repeats: int, device: torch.device) -> Iterator[dict]:
         for kind, name in (("plain", "one batch"), ("split", "micro-batches")):
             times = alternate(lambda: one_update(kind, model, optimiser, batch, precision),
                               lambda: one_update("ours", model, optimiser, batch, precision), repeats, device)
-            yield row(f"update, {precision}, plain in {name}", "s", *times, floor)
+            yield line(f"update, {precision}, plain in {name}", "s", *times, floor)
         if device.type == "cpu" and Path("/proc/self/status").exists():
             least = 4 * sum(p.numel() for p in model.parameters()) / 1e9                  # the gradient alone
             plain, split, ours = (peak_memory(kind, precision) / 1e9 for kind in ("plain", "split", "ours"))
-            yield row(f"update, {precision}, peak, plain in one batch", "GB", plain, ours, least)
-            yield row(f"update, {precision}, peak, plain in micro-batches", "GB", split, ours, least)
+            yield line(f"update, {precision}, peak, plain in one batch", "GB", plain, ours, least)
+            yield line(f"update, {precision}, peak, plain in micro-batches", "GB", split, ours, least)
 
 
 # Warm start -------------------------------------------------------------------------------------------------
@@ -302,8 +302,8 @@ def bench_warm_start(repeats: int, device: torch.device) -> Iterator[dict]:
             times = alternate(lambda: padded_step(model, examples, 4),
                               lambda: packed_step(model, examples, 1600), repeats, device)
         floor = 6 * sum(lengths) * (blocks + head / 2) / multiplications(DTYPES[precision], device)
-        yield row(f"warm start, {precision}", "tokens/s", *(sum(lengths) / t for t in (*times, floor)),
-                  higher=True)
+        yield line(f"warm start, {precision}", "tokens/s", *(sum(lengths) / t for t in (*times, floor)),
+                   higher=True)
 
 
 # Sampler ----------------------------------------------------------------------------------------------------
@@ -322,14 +322,14 @@ def bench_sampler(repeats: int, device: torch.device) -> Iterator[dict]:
         u = uniform(torch.arange(B, device=device), torch.zeros(B, dtype=torch.long, device=device))
         times = alternate(lambda: [usual_sample(logits) for logits in matrices],
                           lambda: [sample(logits, u) for logits in matrices], 3 * repeats, device)
-        yield row(f"sampler, {B} x {V:,}, {str(dtype)[6:]}", "ms", *(1e3 * t / 4 for t in times),
-                  1e3 * matrices[0].nbytes / bandwidth(device))
+        yield line(f"sampler, {B} x {V:,}, {str(dtype)[6:]}", "ms", *(1e3 * t / 4 for t in times),
+                   1e3 * matrices[0].nbytes / bandwidth(device))
 
 
 # The table --------------------------------------------------------------------------------------------------
 
-def row(what: str, unit: str, theirs: float, ours: float, floor: float, higher: bool = False) -> dict:
-    """Return a row of the table; the ratio is above 1 where ours is better."""
+def line(what: str, unit: str, theirs: float, ours: float, floor: float, higher: bool = False) -> dict:
+    """Return a line of the table; the ratio is above 1 where ours is better."""
     return {"what": what, "unit": unit, "theirs": theirs, "ours": ours,
             "ratio": ours / theirs if higher else theirs / ours, "floor": floor}
 

@@ -81,7 +81,7 @@ class ChosenLogprobs(torch.autograd.Function):
             dz = dz.mul_(slope).to(dtype)
             grad_hidden[start * few:start * few + len(h)] = dz @ cast
             if grad_head is not None and grad_head.dtype == dtype:
-                grad_head.addmm_(dz.T, h)
+                grad_head.addmm_(dz.T, h)                           # in place: no second matrix of its size
             elif grad_head is not None:
                 grad_head += dz.T @ h
         return grad_hidden, grad_head, None, None, None, None
@@ -92,7 +92,7 @@ def token_logprobs(model: Transformer, tokens: Tensor, mask: Tensor, segments: T
     """Return log p(tokens[b, t] | tokens[b, :t]) at temperature, where `mask` is true, and 0 elsewhere.
 
     Rows are right padded; causality keeps padding out, so ids never decide what is padding. With `segments`
-    (B, T) a row holds several dialogues, and each has only its own tokens as context.
+    (B, T), negative in padding, a row holds several dialogues, and each has only its own tokens as context.
 
     Shapes: tokens (B, T), mask (B, T) -> (B, T). The first token of a dialogue has no context: its mask must
     be false.
@@ -101,6 +101,8 @@ def token_logprobs(model: Transformer, tokens: Tensor, mask: Tensor, segments: T
     mask = mask.bool()
     starts = segments.diff(dim=1, prepend=segments[:, :1] - 1) != 0 if segments is not None else 0
     assert not (mask[:, 0].any() or (mask & starts).any()), "a first token has no context to be scored in"
+    if segments is not None and ((segments == segments[:, :1]) | (segments < 0)).all():
+        segments = None                     # a dialogue a row: causal attention does without a (T, T) mask
     hidden = model(tokens, segments=segments)[:, :-1][mask[:, 1:]]                # (A, D)
     chosen = ChosenLogprobs.apply(hidden, model.lm_head.weight, tokens[:, 1:][mask[:, 1:]], model.softcap,
                                   temperature, model.compute_dtype)

@@ -73,6 +73,6 @@ def test_the_floor_of_a_rollout_by_hand():
 def test_a_row_that_is_measured_again_takes_the_place_of_the_old_one(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "CSV", tmp_path / "bench.csv")
     for what, theirs in (("a", 1.0), ("b", 2.0), ("a", 3.0)):
-        write_csv([bench.row(what, "s", theirs, 1.0, 0.5)])
+        write_csv([bench.line(what, "s", theirs, 1.0, 0.5)])
     lines = (tmp_path / "bench.csv").read_text().splitlines()
     assert lines == ["what,unit,theirs,ours,ratio,floor", "a,s,3,1,3,0.5", "b,s,2,1,2,0.5"]

@@ -129,6 +129,17 @@ def test_packed_dialogues_have_the_values_and_gradients_that_each_has_alone(make
     assert all(torch.allclose(ours, theirs, rtol=0, atol=close) for ours, theirs in zip(*gradients))
 
 
+def test_rows_of_one_dialogue_each_need_no_mask(monkeypatch):
+    """A dialogue of 7,000 tokens would have one of 49 million entries; no token sees padding after it."""
+    model, masks = llama(), []
+    make = model.attention_mask
+    monkeypatch.setattr(model, "attention_mask", lambda *args: masks.append(make(*args)) or masks[-1])
+    tokens = torch.randint(50, (2, 6), generator=torch.Generator().manual_seed(0))
+    mask = torch.tensor([[0, 1, 1, 1, 1, 1], [0, 1, 1, 0, 0, 0]]).bool()
+    values = token_logprobs(model, tokens, mask, torch.tensor([[4] * 6, [0, 0, 0, -1, -1, -1]]))
+    assert masks == [None] and torch.equal(values, token_logprobs(model, tokens, mask))
+
+
 @pytest.mark.parametrize("segments", (None, torch.tensor([[0, 0, 0, 1, 1]])))
 def test_a_first_token_cannot_be_scored(segments):
     """Nothing is before it: neither at the start of a row, nor where the next dialogue of a row begins."""

@@ -202,6 +202,12 @@ def commands(readme):
                 yield command
 
 
+def test_the_readmes_map_names_every_file():
+    table = (ROOT / "README.md").read_text(encoding="utf-8").split("## The files, in reading order")[1]
+    table = table.split("\n## ")[0]
+    assert [path.name for path in ROOT.glob("*.py") if f"`{path.name}`" not in table] == []
+
+
 @pytest.mark.parametrize("command", sorted(set(commands((ROOT / "README.md").read_text(encoding="utf-8")))))
 def test_every_command_in_the_readme_parses(command):
     """train.py's are parsed for real; of the other scripts every flag must be one that --help knows."""
