@@ -152,9 +152,8 @@ def load_checkpoint(path: Path, model: Transformer, optimiser: torch.optim.Optim
             if tensors[f"{i}.weight"].shape != parameter.shape:
                 raise ValueError(f"weight {i} has another shape")
             parameter.copy_(tensors[f"{i}.weight"])
-            moments = {name: tensors[f"{i}.{name}"].to(parameter.device)
-                       for name in ("exp_avg", "exp_avg_sq")}
-            optimiser.state[parameter] = {"step": tensors[f"{i}.step"], **moments}
+            optimiser.state[parameter] = {name: tensors[f"{i}.{name}"].to(parameter.device)
+                                          for name in ("step", "exp_avg", "exp_avg_sq")}
     except (OSError, KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"{path} is not a checkpoint of this model: {error}") from None
     return step
