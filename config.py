@@ -1,24 +1,23 @@
-"""Everything that can be set: one frozen dataclass, its presets, and the command line made from its fields.
+"""Everything that can be set: one frozen dataclass, its presets, and command lines made from its fields.
 
-A preset is a set of defaults: a flag beats a preset, a preset beats a default.
+A flag beats a preset, a preset beats a default. What stands as None here is for the task to say (`Task`).
+This file imports no other file of ours; the others take what they need of it as arguments.
 
 Run `python config.py` to print what the presets change.
 """
 
 import argparse
+import functools
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 
-from align_sim import CALIBRATION_STEPS, OWN_BATCH, OWN_LR, OWN_STEPS, SFT_BATCH, SFT_LR, SFT_STEPS
-from chat import is_embedded
-from logprobs import TOKEN_BUDGET
-from plot import METHODS
-from rollout import HORIZON, MAX_NEW_TOKENS
-
-OWN = {"sft_steps": OWN_STEPS, "sft_batch": OWN_BATCH, "sft_lr": OWN_LR,
-       "calibration_steps": OWN_STEPS, "train_problems": 1000, "prompts": 8, "lr": 1e-6, "steps": 100,
-       "max_new_tokens": 256, "eval_every": 10, "eval_problems": 64,
+METHODS = ("base", "static", "naive", "calibrated", "human")
+EMBEDDED = "tokenizer.tiktoken"         # the file that marks a folder's model as one of the embedded world's
+OWN = {"sft_steps": 100, "sft_batch": 8, "sft_lr": 2e-5, "calibration_steps": 100, "train_problems": 1000,
+       "prompts": 8, "lr": 1e-6, "steps": 100, "max_new_tokens": 256, "eval_every": 10, "eval_problems": 64,
        "card_dialogues": 50, "test_problems": 200}
 PRESETS = {"tiny": {},
            "own": OWN,                                                # any model that is named by --policy
@@ -28,15 +27,32 @@ PRESETS = {"tiny": {},
                            "simulator": "Qwen/Qwen2.5-7B-Instruct", "simulator_lora_rank": 32}}
 
 
-def option(default, help: str, choices=None, minimum=None):
+class UserError(Exception):
+    """What a user did wrong: shown as one line, exit code 2. Any other exception shows its traceback."""
+
+
+def script(main: Callable) -> Callable:
+    """Make a file's `main` say a `UserError` in one line on stderr and leave with exit code 2."""
+    @functools.wraps(main)
+    def run(*arguments):
+        try:
+            return main(*arguments)
+        except UserError as error:
+            print(f"{Path(main.__code__.co_filename).name}: {error}", file=sys.stderr)
+            sys.exit(2)
+    return run
+
+
+def option(default, help: str, choices=None, minimum=None, below=math.inf):
     """A field of Config that is also a command-line flag."""
-    return field(default=default, metadata={"help": help, "choices": choices, "minimum": minimum})
+    return field(default=default,
+                 metadata={"help": help, "choices": choices, "minimum": minimum, "below": below})
 
 
 @dataclass(frozen=True)
 class Config:
     """Everything that can be set, each a flag of the same name."""
-    task: str = option("math", "what the dialogues are about", choices=("math",))
+    task: str = option("math", "what the dialogues are about: NAME of a file task_NAME.py")
     method: str = option("calibrated", "which method to train, or all", choices=(*METHODS, "all"))
     preset: str = option("", "a set of defaults: tiny; own, any model of yours; gpu, 24 GB; paper, 80 GB "
                              "(default: tiny, with --policy own)", choices=tuple(PRESETS))
@@ -44,9 +60,10 @@ class Config:
     simulator: str = option("", "naive simulator: the same, or http://HOST:PORT/v1#MODEL (default: --policy, "
                                 "prompted, or a tiny one)")
     human: str = option("scripted", "who tests: scripted, or http://HOST:PORT/v1#MODEL for a prompted model")
-    problems: str = option("", "JSONL or JSON of problems in GSM8K's or MATH's shape, or hf:openai/gsm8k "
-                               "(default: generated)")
-    facts: int = option(3, "facts a generated problem has, 2 or 3", choices=(2, 3))
+    problems: str = option("", "JSONL or JSON of problems in the task's shape (maths: GSM8K's or MATH's), or "
+                               "hf:openai/gsm8k (default: generated)")
+    facts: int = option(None, "facts that the user of a generated problem holds (default: the task's)",
+                        minimum=1)
     human_logs: str = option("", "JSONL of human dialogues to calibrate on (default: the scripted human's)")
     evaluate: str = option("", "score this policy against the human, train nothing")
     out: str = option("out", "folder of the run; must not exist, unless --resume")
@@ -57,11 +74,11 @@ class Config:
                                 "(default: fp32; on cuda, with other presets than tiny, bf16)",
                             choices=("fp32", "bf16"))
     cuda_graphs: bool = option(False, "on cuda: replay the token loop of rollouts as a graph (not measured)")
-    horizon: int = option(HORIZON, "assistant turns a dialogue may have, H", minimum=1)
-    group_size: int = option(8, "dialogues a problem, G", minimum=2)
-    prompts: int = option(32, "problems a step, P", minimum=1)
+    horizon: int = option(None, "assistant turns a dialogue may have, H (default: the task's)", minimum=1)
+    group_size: int = option(8, "dialogues per problem, G", minimum=2)
+    prompts: int = option(32, "problems per step, P", minimum=1)
     steps: int = option(80, "rollouts, each followed by its optimiser steps", minimum=1)
-    minibatches: int = option(2, "optimiser steps a rollout, each on its own share of the problems",
+    minibatches: int = option(2, "optimiser steps per rollout, each on its own share of the problems",
                               minimum=1)
     lr: float = option(1e-3, "learning rate of GRPO", minimum=0)
     clip_eps: float = option(0.2, "ratios beyond 1 - eps and 1 + eps are clipped", minimum=0)
@@ -69,18 +86,18 @@ class Config:
     lora_rank: int = option(0, "rank of the policy's adapters; 0 trains all weights", minimum=0)
     simulator_lora_rank: int = option(0, "rank of the simulator's adapters in calibration; 0 trains all",
                                       minimum=0)
-    token_budget: int = option(TOKEN_BUDGET, "tokens, padding included, of a forward and backward pass: "
-                                             "lower it if memory runs out", minimum=1)
-    max_new_tokens: int = option(MAX_NEW_TOKENS, "tokens a reply may have", minimum=1)
-    max_failed: float = option(0.2, "share of a step's dialogues that servers and grader may fail", minimum=0)
+    token_budget: int = option(4096, "tokens, padding included, of a forward and backward pass: lower it if "
+                                     "memory runs out", minimum=1)
+    max_new_tokens: int = option(None, "tokens a reply may have (default: the task's)", minimum=1)
+    max_failed: float = option(0.2, "share of a step's dialogues that servers and grader may fail",
+                               minimum=0, below=1)
     warm_start: bool = option(False, "fine-tune a given --policy first, as the tiny one is: on the "
                                      "scripted human's logs and worked answers")
-    sft_steps: int = option(SFT_STEPS, "warm-start steps of the policy; the tiny naive simulator takes half",
+    sft_steps: int = option(1600, "warm-start steps of the policy; the tiny naive simulator takes half",
                             minimum=1)
-    calibration_steps: int = option(CALIBRATION_STEPS, "fine-tuning steps of the simulator on human logs",
-                                    minimum=1)
-    sft_lr: float = option(SFT_LR, "learning rate of warm start and calibration", minimum=0)
-    sft_batch: int = option(SFT_BATCH, "dialogues a step of warm start and calibration", minimum=1)
+    calibration_steps: int = option(2000, "fine-tuning steps of the simulator on human logs", minimum=1)
+    sft_lr: float = option(3e-3, "learning rate of warm start and calibration", minimum=0)
+    sft_batch: int = option(32, "dialogues per step of warm start and calibration", minimum=1)
     train_problems: int = option(8000, "generated problems to train on", minimum=1)
     eval_every: int = option(5, "steps between evaluations against the human", minimum=1)
     eval_problems: int = option(200, "validation problems of such an evaluation", minimum=1)
@@ -88,41 +105,74 @@ class Config:
     test_problems: int = option(1000, "problems of the final evaluation", minimum=1)
 
 
-def fail(message: str) -> None:
-    """Say what is wrong in one line and leave."""
-    print(f"train.py: {message}", file=sys.stderr)
-    sys.exit(2)
+def complete(config: Config, task) -> Config:
+    """Return the configuration with the task's numbers where none were chosen."""
+    return replace(config, horizon=config.horizon or task.horizon,
+                   max_new_tokens=config.max_new_tokens or task.max_new_tokens,
+                   facts=config.facts or next(iter(task.sizes)))
+
+
+# The command line -------------------------------------------------------------------------------------------
+
+def number(kind: type, minimum: float, below: float = math.inf) -> Callable[[str], float]:
+    """Return what reads a number of a command line and refuses one that is out of range."""
+    def read(text: str) -> float:
+        value = kind(text)
+        if not minimum <= value < below:
+            limit = f"at least {minimum}" if not value >= minimum else f"below {below}"
+            raise argparse.ArgumentTypeError(f"must be {limit}, got {value}")
+        return value
+    read.__name__ = kind.__name__                      # argparse names it: invalid int value: 'x'
+    return read
+
+
+class Parser(argparse.ArgumentParser):
+    """A command line; what it cannot read is a `UserError`."""
+
+    def __init__(self, description: str):
+        super().__init__(description=description, allow_abbrev=False,
+                         formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def error(self, message: str) -> None:
+        raise UserError(message)
+
+    def add_fields(self, *names: str, **others) -> None:
+        """Add flags for fields of Config, with their defaults; `others` have one of their own."""
+        for f in (f for f in fields(Config) if f.name in names or f.name in others):
+            flag, meta, default = "--" + f.name.replace("_", "-"), f.metadata, others.get(f.name, f.default)
+            if f.type is bool:
+                self.add_argument(flag, action="store_true", default=default, help=meta["help"])
+                continue
+            kind = f.type if meta["minimum"] is None else number(f.type, meta["minimum"], meta["below"])
+            shown = "" if f.default in ("", None) else f" (default: {f.default})"
+            self.add_argument(flag, type=kind, default=default, choices=meta["choices"],
+                              help=meta["help"] + shown,
+                              metavar=None if meta["choices"] else f.type.__name__.upper())
+
+
+def is_embedded(source: str) -> bool:
+    """Whether a folder holds a model of the embedded world, which speaks its own chat format."""
+    return (Path(source) / EMBEDDED).is_file()
 
 
 def parse_config(argv: list[str] | None = None, description: str = "") -> Config:
-    """Read the command line. A wrong flag or value is one line on stderr and exit code 2."""
-    parser = argparse.ArgumentParser(description=description, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = fail
-    for f in fields(Config):
-        flag, meta = "--" + f.name.replace("_", "-"), f.metadata
-        if f.type is bool:
-            parser.add_argument(flag, action="store_true", default=argparse.SUPPRESS, help=meta["help"])
-        else:
-            shown = meta["help"] + (f" (default: {f.default})" if f.default != "" else "")
-            parser.add_argument(flag, type=f.type, default=argparse.SUPPRESS, choices=meta["choices"],
-                                help=shown, metavar=None if meta["choices"] else f.type.__name__.upper())
+    """Read a command line into a Config.
+
+    Raises: UserError for a flag or a value that is none.
+    """
+    parser = Parser(description)
+    parser.add_fields(**{f.name: argparse.SUPPRESS for f in fields(Config)})
     given = vars(parser.parse_args(argv))
     policy = given.get("policy") or given.get("evaluate")
     preset = given.get("preset") or ("own" if policy and not is_embedded(policy) else "tiny")
     defaults = PRESETS[preset] | ({"policy": ""} if "evaluate" in given else {})
     config = Config(**defaults | given | {"preset": preset})
-    if not config.precision:
-        config = replace(config, precision="bf16" if config.device == "cuda" and preset != "tiny" else "fp32")
-    for f in fields(Config):
-        value, minimum = getattr(config, f.name), f.metadata["minimum"]
-        if minimum is not None and not (minimum <= value < math.inf):
-            fail(f"--{f.name.replace('_', '-')} must be at least {minimum}, got {value}")
-    if config.max_failed >= 1:
-        fail(f"--max-failed must be below 1, got {config.max_failed}")
-    return config
+    if config.precision:
+        return config
+    return replace(config, precision="bf16" if config.device == "cuda" and preset != "tiny" else "fp32")
 
 
+@script
 def main() -> None:
     for name, overrides in PRESETS.items():
         print(f"{name:6s}", ", ".join(f"{field} {value}" for field, value in overrides.items())

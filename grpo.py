@@ -11,7 +11,7 @@ tokens have no part in it:
 
 Departures from the paper's equation 3, all of them common since:
 1. One normaliser for the whole optimiser step, its number of actions, instead of each dialogue's own length:
-   long and short dialogues weigh by their actions, and the size of micro-batches cannot change the gradient.
+   every action weighs the same, and the size of micro-batches cannot change the gradient.
 2. Equal rewards give an advantage of exactly 0: such a group carries no gradient.
 3. The KL penalty is off by default (kl_coef 0); its estimate k3 is reported at every step all the same.
 
@@ -23,12 +23,13 @@ Shapes: P prompts, G group size, B = P*G dialogues, T tokens, right padded; inde
 import torch
 from torch import Tensor
 
-from logprobs import TOKEN_BUDGET, token_logprobs
+from config import Config, script
+from logprobs import micro_batches, token_logprobs
 from model import Transformer
 
 
 def agree(rewards: Tensor) -> Tensor:
-    """Return (P, 1), whether all rewards of a group are equal, failed dialogues aside: it teaches nothing."""
+    """Return (P, 1): whether all rewards of a group are equal, failed dialogues aside. It teaches nothing."""
     smallest, largest = rewards.nan_to_num(torch.inf).amin(1), rewards.nan_to_num(-torch.inf).amax(1)
     return (smallest >= largest)[:, None]
 
@@ -68,10 +69,10 @@ def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, acti
     """
     assert logprobs.shape == old_logprobs.shape == action_mask.shape, \
         f"not one (B, T): {tuple(logprobs.shape)}, {tuple(old_logprobs.shape)}, {tuple(action_mask.shape)}"
-    assert advantages.shape == logprobs.shape[:1], f"one advantage a dialogue, got {tuple(advantages.shape)}"
+    assert advantages.shape == logprobs.shape[:1], f"one advantage per dialogue, got {tuple(advantages.shape)}"
     log_ratio = torch.where(action_mask, logprobs - old_logprobs, 0.0).clamp(-20, 20)
     ratio = log_ratio.exp()
-    A = advantages[:, None]
+    A = advantages[:, None]                                                        # one for all of its actions
     unclipped, clipped = ratio * A, ratio.clamp(1 - clip_eps, 1 + clip_eps) * A
     per_token = -torch.minimum(unclipped, clipped)
     stats = {"ratio_max": ratio.detach().max(), "clipped": ((clipped < unclipped) & action_mask).sum()}
@@ -83,22 +84,10 @@ def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, acti
     return (per_token * action_mask).sum() / normaliser, stats
 
 
-def micro_batches(lengths: Tensor, token_budget: int) -> list[Tensor]:
-    """Return the indices of B dialogues, longest first, in parts that padded to their longest have at most
-    `token_budget` tokens, or are a single dialogue.
-    """
-    order, parts = lengths.argsort(descending=True), []
-    while len(order):
-        few = max(1, token_budget // int(lengths[order[0]]))
-        parts.append(order[:few])
-        order = order[few:]
-    return parts
-
-
 def update(policy: Transformer, optimiser: torch.optim.Optimizer, tokens: Tensor, action_mask: Tensor,
            old_logprobs: Tensor, advantages: Tensor, *, reference: Transformer | None = None,
            clip_eps: float = 0.2, kl_coef: float = 0.0, max_grad_norm: float = 1.0,
-           token_budget: int = TOKEN_BUDGET) -> dict:
+           token_budget: int = Config.token_budget) -> dict:
     """Take one optimiser step on B dialogues and return its statistics.
 
     They go through the model longest first, `token_budget` tokens at a time. If `reference` is given, the
@@ -131,6 +120,7 @@ def update(policy: Transformer, optimiser: torch.optim.Optimizer, tokens: Tensor
             "kl": total["kl"] / actions, "grad_norm": norm}
 
 
+@script
 def main() -> None:
     """Two groups by hand, then a policy that finds out which of two tokens is rewarded."""
     rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0]])

@@ -1,21 +1,24 @@
 r"""Log-probabilities of tokens, in memory that does not grow with tokens times vocabulary.
 
-All logits at once are what runs out of memory first: 16 dialogues of 2,000 tokens under a vocabulary of
-152,000 would take 19 GB. Two decisions keep them small:
+Logits of all tokens at once are what runs out of memory first: for 16 dialogues of 2,000 tokens and a
+vocabulary of 152,000 they take 19 GB. Two decisions keep them small:
 
-1. Only positions that are asked for go through the head: a dialogue's user tokens cost no logits.
-2. They go through it a chunk at a time, and the backward pass computes a chunk's logits again. It needs no
-   more than the probabilities p, the softmax of the logits z:
+1. Only the positions that are asked for go through the head: a dialogue's user tokens cost no logits.
+2. They go through it chunk by chunk, and the backward pass computes each chunk's logits again. All it needs
+   of them are the probabilities p, the softmax of the logits z:
 
        log p_y = z_y - log sum_v exp z_v          d log p_y / dz_v = [v = y] - p_v
 
 `token_logprobs` is the only place where predictions are shifted by one. Everywhere else index t speaks about
-token t.
+token t. Below it stands how dialogues become rows of a forward pass: padded in the update, packed one after
+the other in fine-tuning.
 
 Run `python logprobs.py` to compare with all logits at once.
 
-Shapes: B rows, T tokens, A positions asked for, V vocabulary, D width.
+Shapes: B rows, T tokens, R of them asked for, V vocabulary, D width.
 """
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -23,16 +26,17 @@ from torch.autograd.function import once_differentiable
 
 from model import Transformer, tiny_config, wide
 
-TOKEN_BUDGET = 4096                           # tokens, padding included, of a forward and backward pass
-LOGITS = 2 ** 24                              # that a chunk may have: 64 MiB in fp32, 110 positions of Qwen's
+Example = tuple[list[int], list[int]]           # ids and mask of a dialogue, as `Chat.render` returns them
+LOGITS = 2 ** 24                    # most logits per chunk: 64 MiB in fp32, or 110 positions at V = 152,000
 
 
 def chunk_probabilities(hidden: Tensor, head: Tensor, chosen: Tensor, cap: float | None,
                         temperature: float) -> tuple[Tensor, Tensor, Tensor | float]:
-    """Return all probabilities (A, V) in fp32 at least, the log-probability (A,) of the `chosen` tokens, and
-    the derivative of logits with respect to scores.
+    """Return all probabilities (R, V) in fp32 at least, the log-probabilities (R,) of the `chosen` tokens and
+    the derivative of the logits with respect to the head's scores.
 
-    `cap` squashes scores s to cap tanh(s / cap), which is Gemma's final_logit_softcapping.
+    The logit of a score s is s / temperature or, with `cap`, cap tanh(s / cap) / temperature, which is
+    Gemma's final_logit_softcapping.
     """
     z, slope = wide(hidden @ head.T), 1 / temperature
     if cap:
@@ -47,10 +51,10 @@ def chunk_probabilities(hidden: Tensor, head: Tensor, chosen: Tensor, cap: float
 
 
 class ChosenLogprobs(torch.autograd.Function):
-    """The log-probability (A,) of one token after every hidden state (A, D), never with all (A, V) logits.
+    """The log-probability (R,) of one token after every hidden state (R, D), never with all (R, V) logits.
 
     Matrices multiply in `dtype`; what follows is in fp32 at least, and sums over chunks are in the head's own
-    type. The gradient can be asked for once.
+    type. `backward` can run once: it overwrites what `forward` kept.
     """
 
     @staticmethod
@@ -60,7 +64,7 @@ class ChosenLogprobs(torch.autograd.Function):
         for h, y in zip(hidden.split(few), chosen.split(few)):
             p, logprob, _ = chunk_probabilities(h.to(dtype), cast, y, cap, temperature)
             logprobs.append(logprob)
-        alone = len(logprobs) == 1 and not cap                # then nothing is gained by computing them again
+        alone = len(logprobs) == 1 and not cap           # a single chunk is kept instead of computed again
         ctx.save_for_backward(hidden, head, chosen, p if alone else None)
         ctx.options = few, cap, temperature, dtype
         return torch.cat(logprobs)
@@ -76,7 +80,7 @@ class ChosenLogprobs(torch.autograd.Function):
             h = h.to(dtype)
             p, _, slope = ((kept, None, 1 / temperature) if kept is not None else
                            chunk_probabilities(h, cast, y, cap, temperature))
-            dz = p.mul_(-g[:, None])                                              # (A, V)
+            dz = p.mul_(-g[:, None])                                              # (R, V)
             dz[torch.arange(len(y), device=y.device), y] += g
             dz = dz.mul_(slope).to(dtype)
             grad_hidden[start * few:start * few + len(h)] = dz @ cast
@@ -89,28 +93,89 @@ class ChosenLogprobs(torch.autograd.Function):
 
 def token_logprobs(model: Transformer, tokens: Tensor, mask: Tensor, segments: Tensor | None = None,
                    temperature: float = 1.0) -> Tensor:
-    """Return log p(tokens[b, t] | tokens[b, :t]) at temperature, where `mask` is true, and 0 elsewhere.
+    """Return log p(tokens[b, t] | tokens[b, :t]) at temperature where `mask` is true, and 0 elsewhere.
 
-    Rows are right padded; causality keeps padding out, so ids never decide what is padding. With `segments`
-    (B, T), negative in padding, a row holds several dialogues, and each has only its own tokens as context.
+    Rows are padded on the right, where no earlier token sees the padding, so any id may serve as padding.
+    With `segments` (B, T), negative in padding, a row holds several dialogues, and each token has only those
+    of its own dialogue as context. The first token of a dialogue has none: its mask must be false.
 
-    Shapes: tokens (B, T), mask (B, T) -> (B, T). The first token of a dialogue has no context: its mask must
-    be false.
+    Shapes: tokens (B, T), mask (B, T) -> (B, T).
     """
     assert tokens.shape == mask.shape, f"tokens {tuple(tokens.shape)} and mask {tuple(mask.shape)} differ"
     mask = mask.bool()
     starts = segments.diff(dim=1, prepend=segments[:, :1] - 1) != 0 if segments is not None else 0
     assert not (mask[:, 0].any() or (mask & starts).any()), "a first token has no context to be scored in"
     if segments is not None and ((segments == segments[:, :1]) | (segments < 0)).all():
-        segments = None                     # a dialogue a row: causal attention does without a (T, T) mask
-    hidden = model(tokens, segments=segments)[:, :-1][mask[:, 1:]]                # (A, D)
+        segments = None              # one dialogue per row: causal attention needs no (T, T) mask for that
+    hidden = model(tokens, segments=segments)[:, :-1][mask[:, 1:]]                # (R, D)
     chosen = ChosenLogprobs.apply(hidden, model.lm_head.weight, tokens[:, 1:][mask[:, 1:]], model.softcap,
                                   temperature, model.compute_dtype)
     return torch.zeros(tokens.shape, device=tokens.device, dtype=chosen.dtype).masked_scatter(mask, chosen)
 
 
+# Rows of a forward pass -------------------------------------------------------------------------------------
+
+def micro_batches(lengths: Tensor, token_budget: int) -> list[Tensor]:
+    """Return the indices of B dialogues in parts, longest dialogues first.
+
+    A part, padded to its longest dialogue, has at most `token_budget` tokens, or it is a single dialogue.
+    """
+    order, parts = lengths.argsort(descending=True), []
+    while len(order):
+        few = max(1, token_budget // int(lengths[order[0]]))
+        parts.append(order[:few])
+        order = order[few:]
+    return parts
+
+
+def pack(lengths: list[int], token_budget: int) -> list[list[list[int]]]:
+    """Return micro-batches of rows of example indices, each example in the first row with room for it.
+
+    A row is as long as the longest example of its micro-batch, and a micro-batch has as many rows as the
+    budget allows, at least one. pack([2, 5, 3, 4, 1], 10) is [[[1], [3, 4]], [[2], [0]]]: two rows of five
+    tokens, then two of three.
+    """
+    left, batches = sorted(range(len(lengths)), key=lambda i: -lengths[i]), []
+    while left:
+        longest = lengths[left[0]]
+        rows, used, later = [], [], []
+        for i in left:
+            fits = next((r for r, n in enumerate(used) if n + lengths[i] <= longest), None)
+            if fits is None and (not rows or (len(rows) + 1) * longest <= token_budget):
+                fits = len(rows)
+                rows.append([])
+                used.append(0)
+            if fits is None:
+                later.append(i)
+            else:
+                rows[fits].append(i)
+                used[fits] += lengths[i]
+        batches.append(rows)
+        left = later
+    return batches
+
+
+def packed_batches(examples: list[Example], token_budget: int, device) -> Iterator[tuple[Tensor, ...]]:
+    """Yield tokens, mask and segments of every micro-batch, (B, T) each: the segment of a token is the index
+    of its example, and -1 at the end of rows that are not full.
+    """
+    for rows in pack([len(ids) for ids, _ in examples], token_budget):
+        T = max(sum(len(examples[i][0]) for i in row) for row in rows)
+        padded = []
+        for row in rows:
+            ids, mask, segments = ([], [], [])
+            for i in row:
+                ids += examples[i][0]
+                mask += examples[i][1]
+                segments += [i] * len(examples[i][0])
+            missing = T - len(ids)
+            padded.append((ids + [0] * missing, mask + [0] * missing, segments + [-1] * missing))
+        tokens, mask, segments = (torch.tensor(values, device=device) for values in zip(*padded))
+        yield tokens, mask.bool(), segments
+
+
 def main() -> None:
-    """Compare values and gradients with those of all logits at once, under a vocabulary of 100,000."""
+    """Compare values and gradients with those of all logits at once, for a vocabulary of 100,000."""
     V, model = 100_000, Transformer(tiny_config(vocab_size=100_000))
     tokens = torch.randint(V, (4, 100), generator=torch.Generator().manual_seed(0))
     mask = (torch.arange(100) % 2 == 1).expand(4, -1)

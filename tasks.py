@@ -1,61 +1,140 @@
-"""Problems, the user's hidden goal, and the reward.
+"""What a problem is, and what a task decides.
 
-A problem is a row of GSM8K's shape, `{"question": ..., "answer": "... #### 10"}`, or of MATH's,
-`{"problem": ..., "solution": "... \\boxed{\\pi}"}`. Its sentences but the last are *facts*, its last one is
-what is asked. The user knows facts and question, not the answer; the policy sees only the dialogue. The
-reward is one number for the finished dialogue: 1 if the last marker of the last assistant message holds the
-answer. Plain numbers are compared here, all else by math-verify (grader.py).
+A *problem* is a hidden goal: what a user wants and knows. The policy does not see it and has to ask. The user
+sees the goal alone; the answer is for the reward.
 
-`generate_problems` makes small ones by seed; `read_problems` reads real ones. Both pass through
-`parse_problem`, so nothing downstream knows the difference.
+A *task* is one value, named TASK, in a file of its own, task_NAME.py, where `--task NAME` finds it: how
+problems are made, who speaks about them, when a dialogue ends and what it earns. No other file knows what
+the dialogues are about, so a new task is a new file and nothing else (docs/add_a_task.md).
 
-Run `python tasks.py` to see problems and what the grader says of some answers, and
-`python tasks.py --generate 1000 --facts 2 > easy.jsonl` to write some to a file.
+The user reveals a goal bit by bit. The middle of this file keeps track of that for any task whose goals are
+made of facts: which fact was asked for, which have been told.
+
+Run `python tasks.py` to see problems; `--generate 1000 --facts 2 > easy.jsonl` writes some to a file.
 """
 
-import argparse
+import importlib
+import importlib.util
 import json
+import operator
 import random
 import re
-import sys
-from dataclasses import dataclass
-from decimal import Decimal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
 from hashlib import blake2b
 from itertools import pairwise
+from pathlib import Path
 
-from grader import equal
+from config import Parser, UserError, number, script
 
-NAMES = ("Tom", "Anna", "Ben", "Mia", "Sam", "Eva", "Max", "Lily")
-ITEMS = ("apples", "books", "coins", "pens", "cards", "eggs", "shells", "stamps")
-GAINS = ("finds", "buys", "gets", "picks")
-LOSSES = ("gives", "throws")
 # tenths of all possible problems
 SPLITS = {"train": range(0, 8), "validation": range(8, 9), "test": range(9, 10)}
-LARGEST = 12                                                                        # of a number in a fact
+LEAVE = "never mind, i'll do it myself"         # whoever says this ends the dialogue
 
-# by facts, of some 6,000 and 350,000 problems in the smallest split
-LARGEST_SPLIT = {2: 4_000, 3: 200_000}
+Dialogue = list[dict]                           # {"role": "user" or "assistant", "content": text}, user first
+Distribution = list[tuple[str, float]]          # what somebody may say next, with probabilities
+Script = Callable[[str, Dialogue], Distribution]                       # of a goal and what was said so far
+Equal = Callable[[str, str], bool]              # whether a given answer is the right one
+
+
+class GradingError(Exception):
+    """A check that came to no verdict: the dialogue cannot be scored, which is no reward of 0."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One problem. Whoever plays the user is handed the goal and nothing else."""
+    id: int             # position in its list: keys random draws
+    goal: str           # what the user wants and knows
+    answer: str         # what the reward asks for
+    solution: str       # a reply that earns it
+
+
+def check_text(text: str) -> None:
+    """Raise UserError for text that no tokenizer takes: JSON may hold half a surrogate pair."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UserError(f"not a text: {error.reason} at character {error.start + 1}") from None
+
+
+def texts(row: dict, *names: str) -> list[str]:
+    """Return those of some fields of a row that hold a text.
+
+    Raises: UserError if none does, or if the row is none.
+    """
+    if not isinstance(row, dict):
+        raise UserError(f"expected an object with {' or '.join(names)}, got {type(row).__name__}")
+    found = [row[name].strip() for name in names if isinstance(row.get(name), str) and row[name].strip()]
+    if not found:
+        quoted, given = " or ".join(f"'{name}'" for name in names), [row.get(name) for name in names]
+        raise UserError(f"{quoted} must be a text that is not empty, got {given!r:.60}")
+    check_text("".join(found))
+    return found
+
+
+def parse_row(row: dict, id: int, equal: Equal) -> Problem:
+    """Return the problem of a row that has its fields by name."""
+    return Problem(id, *(texts(row, name)[0] for name in ("goal", "answer", "solution")))
+
+
+def told_at_once(problem: Problem, rng: random.Random) -> Dialogue:
+    """Return a dialogue in which the user tells everything and the assistant does it right."""
+    return [{"role": "user", "content": problem.goal}, {"role": "assistant", "content": problem.solution}]
+
+
+@dataclass(frozen=True)
+class Task:
+    """Everything that a task decides."""
+    # problems
+    make: Callable[[random.Random, int], dict]          # a row as files have it, whose user holds n facts
+    sizes: dict[int, int]                   # n facts (the first is the default): most problems of a split
+    # who speaks
+    human: Script                           # stands for real people: writes the logs and is the final test
+    overhelpful: Script                     # what prompted language models are like; the naive simulator
+    assistant: Callable[[Problem, Dialogue, random.Random], str]        # what people talked to before, in logs
+    # what language models are told
+    policy_instruction: str
+    simulator_instruction: str
+    human_instruction: str                  # to one that stands for people, instead of the script
+    # the dialogue
+    horizon: int                            # assistant turns, H
+    max_new_tokens: int                     # of a reply, in the tiny preset
+    ends: Callable[[str], bool]             # whether this reply of the policy ends the dialogue
+    reward: Callable[[Problem, Dialogue, Equal], float]                 # of a finished dialogue, 0 to 1
+    parse: Callable[[dict, int, Equal], Problem] = parse_row            # a row and its id; raises UserError
+    told_at_once: Callable[[Problem, random.Random], Dialogue] = told_at_once       # for the warm start
+    # the report card: (count, out of) of each line of its own, for a user's reply in a context; the goal may
+    # not be on record. A probe is a planted mistake, or None where nothing can be planted yet.
+    measures: Callable[[str | None, Dialogue, str], dict] = lambda goal, context, reply: {}
+    probe: Callable[[Problem, Dialogue, random.Random], str | None] = lambda problem, told, rng: None
+    probed: str = ""                                                    # the line that probes are measured for
+    equal: Equal = operator.eq              # of answers that `reward` does not compare itself
+    paper: dict[str, float] = field(default_factory=dict)               # the paper's score of each method
+    score: str = "mean reward"              # what the score is, for the table
+
+
+def task_names() -> list[str]:
+    return sorted(path.stem.removeprefix("task_") for path in Path(__file__).parent.glob("task_*.py"))
+
+
+def find_task(name: str) -> Task:
+    """Return the task of task_NAME.py.
+
+    Raises: UserError if there is no such file.
+    """
+    if not re.fullmatch(r"\w+", name) or importlib.util.find_spec(f"task_{name}") is None:
+        raise UserError(f"--task {name}: there is no task_{name}.py (there are: {', '.join(task_names())})")
+    return importlib.import_module(f"task_{name}").TASK
+
+
+# What a user has told ---------------------------------------------------------------------------------------
 
 # \[...\], \(...\), $$...$$ and $...$; "$5 and $7" are prices: a space before the second $, a digit behind it
 MATHS = re.compile(r"\\[\[(](?:(?!\\[\[\]()]).)*\\[\])]|\$\$[^$]+\$\$"
                    r"|(?<![\w\\$])\$(?=[^\s$])(?:\\.|[^$\\])*(?<=\S)\$(?!\d)", re.DOTALL)
 SENTENCE_END = re.compile(r"(?:(?<=[.!?])|(?<=[.!?]\$)|(?<=[.!?]\\\]))\s+(?=[A-Z0-9\"'$(])")
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One problem. `facts` and `ask` are the user's hidden goal; user and policy never see the rest."""
-    id: int                     # position in its list: keys random draws
-    question: str               # facts and question, as one text
-    facts: tuple[str, ...]      # in the order of the text
-    ask: str                    # the last sentence
-    solution: str               # a worked answer that ends in the marker
-    answer: str                 # what the marker must hold
-
-    @property
-    def goal(self) -> str:
-        """What the user wants and knows: never the answer."""
-        return self.question
 
 
 def split_sentences(text: str) -> list[str]:
@@ -66,258 +145,119 @@ def split_sentences(text: str) -> list[str]:
     return [text[start:end].strip() for start, end in pairwise(cuts) if text[start:end].strip()]
 
 
-def marked_answer(text: str) -> str | None:
-    """Return what stands behind the last `####` or inside the last `\\boxed{}` of a text, None if there is
-    no marker or the last one is a box left open.
+def words(text: str) -> frozenset[str]:
+    """Return the words of a text, lower case, without a trailing s."""
+    return frozenset(word.rstrip("s") for word in re.findall(r"[a-z']+", text.lower()))
+
+
+def numbers(text: str) -> list[str]:
+    return re.findall(r"\d+(?:[.,]\d+)*", text)
+
+
+@lru_cache(maxsize=100_000)
+def telling_words(facts: tuple[str, ...]) -> tuple[frozenset[str], ...]:
+    """Return for each fact the words that no other fact has."""
+    return tuple(words(fact) - frozenset().union(*(words(other) for j, other in enumerate(facts) if j != i))
+                 for i, fact in enumerate(facts))
+
+
+def asked_fact(facts: tuple[str, ...], said: str, revealed: set[int]) -> int | None:
+    """Return which fact an assistant's question is about, None if nothing is asked or nothing is left.
+
+    It is the fact that shares most telling words with the question, an unrevealed one if several share as
+    many. A question that shares no telling word with any fact gets the next unrevealed one.
     """
-    marker = None
-    for marker in re.finditer(r"####|\\boxed\{", text):
-        pass
-    if marker is None:
+    question = words(" ".join(sentence for sentence in split_sentences(said) if "?" in sentence))
+    if not question:
         return None
-    behind, depth = text[marker.end():], 1
-    if marker[0] == "####":
-        return re.split(r"\n|\\boxed", behind, maxsplit=1)[0].strip()
-    for brace in re.finditer(r"\\[{}]|[{}]", behind):                            # \{ and \} close nothing
-        depth += {"{": 1, "}": -1}.get(brace[0], 0)
-        if depth == 0:
-            return behind[:brace.start()].strip()
-    return None
+    shared = [len(question & telling) for telling in telling_words(facts)]
+    order = sorted(range(len(shared)), key=lambda i: (-shared[i], i in revealed, i))
+    if order and shared[order[0]] > 0:
+        return order[0]
+    return next((i for i in order if i not in revealed), None)
 
 
-def number(text: str) -> Decimal | None:
-    """Read a plain number; `$`, thousands commas, a full stop at the end, `%` and unit words do not
-    matter.
+def states(fact: str, text: str) -> bool:
+    """Whether a reply to a question about a fact states it: all its numbers or, if it has none, its words."""
+    wanted = numbers(fact)
+    return set(wanted) <= set(numbers(text)) if wanted else words(fact) <= words(text)
+
+
+def revealed_facts(facts: tuple[str, ...], dialogue: Dialogue) -> set[int]:
+    """Return the facts that the user's messages have given away, by going through the dialogue once."""
+    revealed = set()
+    for i, message in enumerate(dialogue):
+        if message["role"] == "user":
+            text = message["content"]
+            asked = asked_fact(facts, dialogue[i - 1]["content"], revealed) if i else None
+            revealed |= {j for j, fact in enumerate(facts) if fact.rstrip(".").lower() in text.lower()}
+            if asked is not None and states(facts[asked], text):
+                revealed.add(asked)
+    return revealed
+
+
+def normalised(outcomes: Distribution) -> Distribution:
+    """Merge equal texts and scale the weights to sum to 1."""
+    merged = {}
+    for text, weight in outcomes:
+        if weight > 0:
+            merged[text] = merged.get(text, 0.0) + weight
+    total = sum(merged.values())
+    return [(text, weight / total) for text, weight in merged.items()]
+
+
+# Problems ---------------------------------------------------------------------------------------------------
+
+def generate_rows(task: Task, split: str, count: int, seed: int = 0, facts: int | None = None) -> list[dict]:
+    """Make rows of a split, different ones unless the task has too few; splits share none at any seed.
+
+    Raises: UserError if the task cannot make such problems, or hardly so many.
     """
-    match = re.fullmatch(r"\$?\s*([-\u2212]?)\s*\$?(\d{1,3}(?:,\d{3})+|\d+)(\.\d+)?\s*(?:%|[A-Za-z ]*)\s*\.?",
-                         text.strip()[:100])
-    return Decimal(("-" if match[1] else "") + match[2].replace(",", "")
-                   + (match[3] or "")) if match else None
+    rng, seen, rows, misses = random.Random(f"{split} {seed}"), set(), [], 0
+    facts = facts or next(iter(task.sizes))
+    if facts not in task.sizes:
+        raise UserError(f"problems are generated with {' or '.join(map(str, sorted(task.sizes)))} facts, "
+                        f"not {facts}")
+    if count > task.sizes[facts]:
+        raise UserError(f"at most {task.sizes[facts]:,} problems of {facts} facts can be generated for a "
+                        f"split, not {count:,}")
+    while len(rows) < count:
+        row = task.make(rng, facts)
+        goal = task.parse(row, len(rows), task.equal).goal
+        tenth = blake2b(" ".join(sorted(split_sentences(goal))).encode()).digest()[0] % 10   # in any order
+        misses += 1
+        if tenth in SPLITS[split] and (goal not in seen or misses > 1000):
+            seen.add(goal)
+            rows.append(row)
+            misses = 0
+        elif misses > 10_000:
+            raise UserError(f"the task makes too few different problems: none fell into the {split} split")
+    return rows
 
 
-def gold_number(answer: str) -> Decimal | None:
-    """Read a right answer that is a plain number: letters right behind it are no unit, as in 2x or 3i."""
-    return None if re.search(r"\d[A-Za-z]|\d [A-Za-z]\b", answer) else number(answer)
+def generate_problems(task: Task, split: str, count: int, seed: int = 0,
+                      facts: int | None = None) -> list[Problem]:
+    return [task.parse(row, id, task.equal)
+            for id, row in enumerate(generate_rows(task, split, count, seed, facts))]
 
 
-def read_text(path: str) -> str:
-    """Return a file's text.
-
-    Raises: ValueError if it cannot be read.
-    """
-    try:
-        with open(path, encoding="utf-8") as file:
-            return file.read()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-
-
-def parse_json(text: str, place: str) -> object:
-    """Return what a JSON text holds.
-
-    Raises: ValueError naming the place if it is not JSON.
-    """
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{place}: not JSON ({error})") from None
-
-
-def parse_lines(text: str, path: str) -> list[tuple[int, object]]:
-    """Return (line number, record) for every line of a file's text that is not blank.
-
-    Raises: ValueError if there is none, or one that is not JSON.
-    """
-    records = [(line, parse_json(record, f"{path}, line {line}"))
-               for line, record in enumerate(text.split("\n"), start=1) if record.strip()]
-    if not records:
-        raise ValueError(f"{path} is empty")
-    return records
-
-
-def read_jsonl(path: str) -> list[tuple[int, object]]:
-    """Return (line number, record) for every line of a file that is not blank.
-
-    Raises: ValueError if the file cannot be read, is empty, or has a line that is not JSON.
-    """
-    return parse_lines(read_text(path), path)
-
-
-def read_hub(path: str) -> list[dict]:
-    """Return the rows of `hf:NAME` or `hf:NAME:SPLIT`, a data set of the Hugging Face hub.
-
-    Raises: ValueError if the datasets package is missing or cannot load it.
-    """
-    name, _, split = path.removeprefix("hf:").partition(":")
-    try:
-        from datasets import load_dataset
-    except ImportError:
-        raise ValueError(f"{path} needs the datasets package: pip install datasets") from None
-    try:
-        return list(load_dataset(name, "main" if name.endswith("/gsm8k") else None, split=split or "train"))
-    except Exception as error:                              # network, hub and cache have errors of their own
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise ValueError(f"{path} cannot be loaded ({reason})") from None
-
-
-def read_rows(path: str) -> list[tuple[str, object]]:
-    """Return (place, row) for every row of a JSONL file, a JSON list or a data set of the hub.
-
-    Raises: ValueError if there are none, or naming what cannot be read.
-    """
-    if path.startswith("hf:"):
-        rows = read_hub(path)
-    else:
-        text = read_text(path)
-        if not text.lstrip().startswith("["):
-            return [(f"{path}, line {line}", row) for line, row in parse_lines(text, path)]
-        rows = parse_json(text, path)
-    if not rows:
-        raise ValueError(f"{path} is empty")
-    return [(f"{path}, record {record}", row) for record, row in enumerate(rows, start=1)]
-
-
-def check_text(text: str) -> None:
-    """Raise ValueError for text that no tokenizer takes: half a surrogate pair, as JSON may hold."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ValueError(f"not a text: {error.reason} at character {error.start + 1}") from None
-
-
-def texts(row: dict, *fields: str) -> list[str]:
-    """Return those of some fields that hold a text.
-
-    Raises: ValueError if none does.
-    """
-    found = [row[field].strip() for field in fields if isinstance(row.get(field), str) and row[field].strip()]
-    if not found:
-        names, given = " or ".join(f"'{field}'" for field in fields), [row.get(field) for field in fields]
-        raise ValueError(f"{names} must be a text that is not empty, got {given!r:.60}")
-    check_text("".join(found))
-    return found
-
-
-def parse_problem(row: dict, id: int) -> Problem:
-    """Turn a row of GSM8K's or MATH's shape into a problem.
-
-    Raises: ValueError if a field is missing or not text, or if there is no marked answer that can be graded.
-    """
-    if not isinstance(row, dict):
-        raise ValueError(f"expected an object with question and answer, got {type(row).__name__}")
-    question = texts(row, "question", "problem")[0]
-    worked = max(texts(row, "solution", "answer"), key=lambda text: marked_answer(text) is not None)
-    solution = re.sub(r"<<[^<>]*>>", "", worked).strip()                         # GSM8K's calculator notes
-    answer = marked_answer(solution)
-    if answer is None or number(answer) is None and "\\boxed" not in solution:
-        raise ValueError(f"the answer must end in '#### n' or a boxed number, got {worked[-30:]!r}")
-    if gold_number(answer) is None and not equal(answer, answer):
-        raise ValueError(f"the answer must be a number or what math-verify can read, got {answer!r:.60}")
-    *facts, ask = split_sentences(question)
-    return Problem(id, question, tuple(facts), ask, solution, answer)
-
-
-def read_problems(path: str) -> list[Problem]:
-    """Read rows from a JSONL file, a JSON list, or `hf:openai/gsm8k`, `hf:openai/gsm8k:test`.
-
-    Raises: ValueError naming the file and the line or record.
-    """
-    problems = []
-    for place, row in read_rows(path):
-        try:
-            problems.append(parse_problem(row, len(problems)))
-        except ValueError as error:
-            raise ValueError(f"{place}: {error}") from None
-    return problems
-
-
-def generate_row(rng: random.Random, facts: int = 3) -> dict:
-    """Make one row: two or three facts in any order, the question, and the answer with its work shown."""
-    name, items = rng.choice(NAMES), rng.choice(ITEMS)
-    first, more = rng.randint(2, LARGEST), rng.randint(2, LARGEST)
-    total = first + more
-    away = rng.randint(2, min(LARGEST, total - 1)) if facts == 3 else 0
-    told = [f"{name} has {first} {items} at first.",
-            f"{name} {rng.choice(GAINS)} {more} more {items}."]
-    work = f"{first} + {more} = {total}"
-    if facts == 3:
-        told.append(f"{name} {rng.choice(LOSSES)} {away} {items} away.")
-        work += f", {total} - {away} = {total - away}"
-    rng.shuffle(told)
-    return {"question": " ".join([*told, f"How many {items} does {name} have now?"]),
-            "answer": f"{work}. #### {total - away}"}
-
-
-def generate_problems(split: str, count: int, seed: int = 0, facts: int = 3) -> list[Problem]:
-    """Make `count` different problems of a split; splits share none, whatever the seeds.
-
-    Raises: ValueError if there are hardly so many.
-    """
-    rng, seen, problems = random.Random(f"{split} {seed}"), set(), []
-    if facts not in LARGEST_SPLIT:
-        raise ValueError(f"problems are generated with 2 or 3 facts, not {facts}")
-    if count > LARGEST_SPLIT[facts]:
-        raise ValueError(f"at most {LARGEST_SPLIT[facts]:,} problems of {facts} facts can be generated for a "
-                         f"split, not {count:,}")
-    while len(problems) < count:
-        row = generate_row(rng, facts)
-        same_facts = " ".join(sorted(split_sentences(row["question"])))           # whatever their order
-        tenth = blake2b(same_facts.encode()).digest()[0] % 10
-        if row["question"] not in seen and tenth in SPLITS[split]:
-            seen.add(row["question"])
-            problems.append(parse_problem(row, len(problems)))
-    return problems
-
-
-def reward(problem: Problem, reply: str) -> float:
-    """Return 1.0 if the last marker of the final assistant message holds the answer, else 0.0.
-
-    Raises: GradingError if math-verify is needed and comes to no verdict.
-    """
-    given = marked_answer(reply)
-    if given is None:
-        return 0.0
-    gold, value = gold_number(problem.answer), number(given)
-    if gold is None:
-        return float(equal(problem.answer, given))
-    if value is None and re.search(r"[\\/{]", given):                            # 20/2, \frac{20}{2}, 1{,}000
-        return float(equal(f"{gold:f}", given))
-    return float(value == gold)
-
-
-def fail(message: str) -> None:
-    """Say what is wrong in one line and leave."""
-    print(f"tasks.py: {message}", file=sys.stderr)
-    sys.exit(2)
-
-
+@script
 def main() -> None:
-    parser = argparse.ArgumentParser(description="See problems and rewards, or write problems as JSONL.",
-                                     allow_abbrev=False)
-    parser.add_argument("--generate", type=int, metavar="N", help="print N problems as JSONL")
-    parser.add_argument("--facts", type=int, choices=LARGEST_SPLIT, default=3,
-                        help="of a problem; 2 are easier (default: 3)")
+    parser = Parser("See problems and what they reward, or write some as JSONL.")
+    parser.add_fields("task", "facts", "seed")
+    parser.add_argument("--generate", type=number(int, 1), metavar="N", help="print N problems as JSONL")
     parser.add_argument("--split", choices=SPLITS, default="train", help="of --generate (default: train)")
-    parser.add_argument("--seed", type=int, default=0, help="of the problems (default: 0)")
-    parser.error = fail
     args = parser.parse_args()
-    if args.generate is not None:
-        try:
-            if args.generate < 1:
-                raise ValueError("--generate must be at least 1")
-            problems = generate_problems(args.split, args.generate, args.seed, args.facts)
-        except ValueError as error:
-            fail(str(error))
-        for problem in problems:
-            print(json.dumps({"question": problem.question, "answer": problem.solution}))
+    task = find_task(args.task)
+    if args.generate:
+        for row in generate_rows(task, args.split, args.generate, args.seed, args.facts):
+            print(json.dumps(row))
         return
-    for split in SPLITS:
-        for problem in generate_problems(split, 2, args.seed, args.facts):
-            print(f"{split:10s} {problem.question}\n           {problem.solution}")
-    problem = generate_problems("test", 1, args.seed, args.facts)[0]
-    for reply in (problem.solution, f"#### ${problem.answer}.00 apples.", f"I think it is {problem.answer}",
-                  "#### 1 #### 2"):
-        print(f"reward {reward(problem, reply)} for {reply!r}")
+    for problem in generate_problems(task, "test", 3, args.seed, args.facts):
+        print(f"goal: {problem.goal}")
+        for reply in (problem.solution, "I think that is it."):
+            reward = task.reward(problem, [{"role": "assistant", "content": reply}], task.equal)
+            print(f"   reward {reward:g} for {reply!r}")
 
 
 if __name__ == "__main__":

@@ -4,9 +4,9 @@ Weights, gradients and optimiser state follow from the configuration. What the u
 pass is counted by running model.py on *fake* CPU tensors, which have shapes and no contents. A GPU may save
 more: autocast keeps norms in fp32 there, and attention may take another kernel.
 
-Run `python memory.py` to print the README's table.
+Run `python -m extras.memory` to print the README's table.
 
-Units: GB of 10^9 bytes. Not counted: what the allocator loses to fragments, and CUDA's own 0.5 GB or so.
+Units: GB of 10^9 bytes. Not counted: what the allocator loses to fragments, and about 0.5 GB of CUDA's own.
 """
 
 import torch
@@ -16,9 +16,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import Gemma3TextConfig, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from cache import KVCache
-from logprobs import LOGITS, TOKEN_BUDGET, ChosenLogprobs
-from lora import add_adapters, trainable
-from model import Transformer, autocast
+from config import Config
+from extras.lora import add_adapters
+from logprobs import LOGITS, ChosenLogprobs
+from model import Transformer, autocast, trainable
 
 GB = 1e9
 # sizes from the models' published config.json
@@ -52,16 +53,18 @@ def size(tensors: list[Tensor]) -> int:
 
 
 def saved_bytes(model: Transformer, dialogues: int, tokens: int, actions: int) -> int:
-    """Return what a forward pass keeps for the backward one, weights cast to bf16 included, and what the
-    backward pass of the head adds: a chunk's logits and their gradient, the head in bf16, its gradient once
-    more and the product that is added to it.
+    """Return the bytes that a forward pass keeps for the backward pass, and those that the head adds there.
+
+    The former include weights cast to bf16. The latter are a chunk's logits and their gradient and, if the
+    head trains, 8 per weight: the weight in bf16, a second gradient in fp32, and the product in bf16 that is
+    added to it.
     """
     own, saved = {parameter.untyped_storage()._cdata for parameter in model.parameters()}, {}
 
     def remember(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage._cdata not in own:
-            saved[storage._cdata] = storage                # kept, so that no other storage takes its address
+            saved[storage._cdata] = storage                # kept alive, so that its address is not used again
         return tensor
 
     with saved_tensors_hooks(remember, lambda tensor: tensor), autocast(torch.device("cpu"), "bf16"):
@@ -75,9 +78,9 @@ def saved_bytes(model: Transformer, dialogues: int, tokens: int, actions: int) -
 
 def training_bytes(config: PreTrainedConfig, *, lora_rank: int, dialogues: int, tokens: int,
                    actions: int) -> dict:
-    """Return the bytes of each part of training a model in bf16: `dialogues` of so many `tokens`, of which
-    `actions` have a loss, in one forward and backward pass.
+    """Return the bytes of each part of training a model in bf16.
 
+    One forward and backward pass takes `dialogues` of so many `tokens`, of which `actions` have a loss.
     Master weights, gradients and both moments of AdamW are fp32; a frozen base is bf16.
     """
     with FakeTensorMode():
@@ -92,8 +95,9 @@ def training_bytes(config: PreTrainedConfig, *, lora_rank: int, dialogues: int, 
 
 
 def cache_bytes(config: PreTrainedConfig, dialogues: int, tokens: int) -> int:
-    """Return the bytes of keys and values at most, in bf16: half of the dialogues may be in a second cache,
-    to go on while the others rest.
+    """Return the most bytes that keys and values take, in bf16.
+
+    Half of the dialogues may be in a second cache, where they go on while the others wait.
     """
     with FakeTensorMode():
         cache = KVCache(config, dialogues, dtype=torch.bfloat16)
@@ -103,8 +107,10 @@ def cache_bytes(config: PreTrainedConfig, dialogues: int, tokens: int) -> int:
 
 def run_bytes(policy: PreTrainedConfig, simulator: PreTrainedConfig, *, lora_rank: int,
               simulator_lora_rank: int, dialogues: int, token_budget: int, tokens: int, actions: int) -> dict:
-    """Return the bytes that each phase of a run needs at its peak: all of a step's dialogues are rolled out
-    together, and go through an update `token_budget` tokens at a time.
+    """Return the bytes that each phase of a run needs at its peak.
+
+    All dialogues of a step are rolled out together, and go through the update `token_budget` tokens at a
+    time.
     """
     shape = dict(dialogues=max(1, token_budget // tokens), tokens=tokens, actions=actions)
     ours, theirs = (training_bytes(config, lora_rank=rank, **shape)
@@ -114,7 +120,7 @@ def run_bytes(policy: PreTrainedConfig, simulator: PreTrainedConfig, *, lora_ran
     reference = 0 if lora_rank else bf16["policy"]
     frozen = bf16["simulator"] + reference
     caches = cache_bytes(policy, dialogues, tokens) + cache_bytes(simulator, dialogues, tokens)
-    cast = 0 if lora_rank else bf16["policy"]                            # the weights that autocast remembers
+    cast = 0 if lora_rank else bf16["policy"]                                # weights that autocast keeps
     return {"calibration": sum(theirs.values()) + ours["weights"],
             "rollout": ours["weights"] + ours["optimiser"] + cast + frozen + caches,
             "update": sum(ours.values()) + frozen}
@@ -130,7 +136,7 @@ def main() -> None:
         print(f"{name:14s}{full['weights'] / 4e9:10.2f} B{full['weights'] / 2 / GB:8.1f}"
               f"{states[0]:18.1f}{states[1]:22.1f}")
     print(f"\n{'preset, GB':14s}{'calibration':>12s}{'rollout':>9s}{'update':>8s}")
-    shape = dict(dialogues=64, token_budget=TOKEN_BUDGET, tokens=2000, actions=800)
+    shape = dict(dialogues=64, token_budget=Config.token_budget, tokens=2000, actions=800)
     for name, policy, simulator, rank in (("gpu", "Qwen2.5-0.5B", "Qwen2.5-1.5B", 0),
                                           ("paper", "Gemma-3-4B", "Qwen2.5-7B", 32)):
         peaks = run_bytes(MODELS[policy], MODELS[simulator], lora_rank=rank, simulator_lora_rank=32, **shape)

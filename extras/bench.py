@@ -1,4 +1,4 @@
-"""How fast it is, beside what one would otherwise take, in one run and on the same weights.
+"""How fast it is, beside the usual way to do the same, in one run and on the same weights.
 
     rollout      whole dialogues, against Hugging Face's `generate`, called on the whole history at every turn
     update       one GRPO step, against logits of all positions at once, in one batch and in micro-batches
@@ -6,12 +6,11 @@
     sampler      token and log-probability, against softmax, multinomial and log_softmax
 
 Theirs and ours alternate, and the median of each counts, since machines are noisy: look at ratios. Beside
-them stands the physical floor, from the memory bandwidth and the matrix multiplications a second that this
-machine was measured to have; a model that fits a CPU's caches may go below it. `generate` uses its defaults
-but for top-k and top-p, and returns no log-probabilities; ours do. Peak memory is that of a fresh process.
-Weights are random, of the named model's shape.
+them stands the physical floor of this machine (floor.py). `generate` uses its defaults but for top-k and
+top-p, and returns no log-probabilities; ours do. Peak memory is that of a fresh process. Weights are random,
+in the shape of the named model.
 
-Run `python bench.py` (25 minutes on two cores; `--only sampler` for a part). On a CPU it writes
+Run `python -m extras.bench` (25 minutes on two cores; `--only sampler` for a part). On a CPU it writes
 assets/bench.csv.
 """
 
@@ -21,7 +20,6 @@ import math
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,36 +27,27 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 
-from cache import head_size
 from chat import tiny_chat
+from config import Parser, UserError, number, script
 from engine import Engine
+from extras.floor import DTYPES, bandwidth, linear_weights, multiplications, rollout_floor, seconds
+from extras.memory import MODELS
 from grpo import update
-from logprobs import token_logprobs
-from memory import MODELS
+from logprobs import Example, packed_batches, token_logprobs
 from model import Transformer, autocast, tiny_config
 from sampling import sample, uniform
-from sft import Example, packed_batches
 
-CSV = Path(__file__).parent / "assets" / "bench.csv"
+logging.set_verbosity_error()                   # `generate` warns at every call
+ROOT = Path(__file__).parent.parent
+CSV = ROOT / "assets" / "bench.csv"
 COLUMNS = ("what", "unit", "theirs", "ours", "ratio", "floor")
 TOKENS, ACTIONS, DIALOGUES = 160, 80, 16        # of the update
-BUDGET = 320                                    # its tokens a forward and backward pass
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-# of the rollouts: B, H, most tokens a turn, precision, and the share of the vocabulary that ends a reply
+BUDGET = 320                                    # its tokens per forward and backward pass
+# of the rollouts: B, H, most tokens per reply, precision, and the share of the vocabulary that ends a reply
 TINY_SIZES = [(256, 5, 32, "fp32", 0.0), (256, 5, 48, "fp32", 0.1)]
 SMOL_SIZES = [(B, 3, 32, precision, 0.0) for B in (16, 64) for precision in DTYPES]
-
-
-def seconds(function: Callable[[], object], device: torch.device) -> float:
-    """Return how long a call takes."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    began = time.perf_counter()
-    function()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - began
 
 
 def alternate(theirs: Callable, ours: Callable, repeats: int, device: torch.device) -> tuple[float, float]:
@@ -67,44 +56,23 @@ def alternate(theirs: Callable, ours: Callable, repeats: int, device: torch.devi
     return tuple(statistics.median(column) for column in zip(*times))
 
 
-# What the machine can do ------------------------------------------------------------------------------------
-
-def bandwidth(device: torch.device) -> float:
-    """Return bytes a second that can be read from memory."""
-    x = torch.ones(2 ** 28, device=device)                                       # 1 GiB: beyond every cache
-    return 4 * x.nbytes / statistics.median(seconds(lambda: [x.sum() for _ in range(4)], device)
-                                            for _ in range(5))
-
-
-def multiplications(dtype: torch.dtype, device: torch.device) -> float:
-    """Return operations a second, two a multiplication and addition, of a large matrix product."""
-    n = 2048 if device.type == "cpu" else 8192
-    x = torch.randn(n, n, device=device).to(dtype)                              # ones would draw less power
-    return 2 * n ** 3 / statistics.median(seconds(lambda: x @ x, device) for _ in range(7))
-
-
-def linear_weights(model: Transformer) -> tuple[int, int]:
-    """Return the numbers in the matrices of the blocks, and in the head."""
-    blocks = sum(p.numel() for p in model.model.layers.parameters() if p.dim() > 1)
-    return blocks, model.lm_head.weight.numel()
-
-
 # Rollout ----------------------------------------------------------------------------------------------------
 
-def script(config, B: int, H: int, opening: tuple[int, int], message: tuple[int, int]) -> tuple[list, list]:
-    """Return random openings (B,) and users' messages (H, B), ragged, as ids."""
+def random_texts(config, B: int, H: int, opening: tuple, message: tuple) -> tuple[list, list]:
+    """Return random openings (B,) and users' messages (H, B) as ids, their lengths between given bounds."""
     generator = torch.Generator().manual_seed(0)
 
     def ids(shortest: int, longest: int) -> list[int]:
         n = int(torch.randint(shortest, longest + 1, (), generator=generator))
         return torch.randint(config.vocab_size, (n,), generator=generator).tolist()
+
     return [ids(*opening) for _ in range(B)], [[ids(*message) for _ in range(B)] for _ in range(H)]
 
 
 @torch.no_grad()
 def our_dialogues(model: Transformer, openings: list, messages: list, new: int, precision: str,
                   stops: list[int]) -> int:
-    """Let our engine say at most `new` tokens a turn; return how many it sampled."""
+    """Let our engine sample at most `new` tokens per reply; return how many it sampled."""
     with autocast(model.device, precision):
         engine = Engine(model, SimpleNamespace(stop_ids=stops), openings, list(range(len(openings))), new)
         for turn in messages:
@@ -116,7 +84,7 @@ def our_dialogues(model: Transformer, openings: list, messages: list, new: int, 
 
 @torch.no_grad()
 def their_dialogues(model, openings: list, messages: list, new: int, stops: list[int]) -> int:
-    """Let `generate` do the same in left-padded dialogues that are all read again at every turn."""
+    """Let `generate` do the same, which reads whole dialogues, padded on the left, again at every turn."""
     dialogues, sampled = [list(ids) for ids in openings], 0
     for turn in messages:
         T = max(map(len, dialogues))
@@ -132,27 +100,6 @@ def their_dialogues(model, openings: list, messages: list, new: int, stops: list
     return sampled
 
 
-def rollout_floor(model: Transformer, openings: list, messages: list, new: int, precision: str, reads: float,
-                  rate: float) -> float:
-    """Return the seconds that it takes at least: arithmetic or memory, whichever is longer, of every pass.
-
-    A pass reads all matrices. A turn's first pass reads its text and the last sampled token, the others read
-    a token a row.
-    """
-    blocks, head = linear_weights(model)
-    config, size = model.config, DTYPES[precision].itemsize
-    kv = 2 * config.num_hidden_layers * config.num_key_value_heads * head_size(config) * size      # a token
-    weights, B, total, length = (blocks + head) * size / reads, len(openings), 0.0, 0
-    for turn in [openings, *messages[:-1]]:
-        unread = sum(map(len, turn)) + (B if length else 0)
-        length += unread
-        total += max(2 * (blocks * unread + head * B) / rate, weights)
-        for _ in range(new - 1):
-            length += B
-            total += max(2 * (blocks + head) * B / rate, weights + length * kv / reads)
-    return total
-
-
 def bench_rollout(name: str, config, sizes: list[tuple], opening: tuple, message: tuple, repeats: int,
                   device: torch.device) -> Iterator[dict]:
     """Measure rollouts of some sizes; openings and messages have random lengths."""
@@ -162,7 +109,7 @@ def bench_rollout(name: str, config, sizes: list[tuple], opening: tuple, message
         theirs = AutoModelForCausalLM.from_config(config).to(device).eval()
         theirs.load_state_dict(model.state_dict())
         theirs.to(DTYPES[precision])
-        openings, messages = script(config, B, H, opening, message)
+        openings, messages = random_texts(config, B, H, opening, message)
         stops, sampled = list(range(1, 1 + int(share * config.vocab_size))), {"theirs": [], "ours": []}
         times = alternate(
             lambda: sampled["theirs"].append(their_dialogues(theirs, openings, messages, new, stops)),
@@ -191,13 +138,13 @@ def update_batch(vocabulary: int, device) -> tuple[Tensor, ...]:
 
 def plain_update(model: Transformer, optimiser, tokens: Tensor, action_mask: Tensor, old_logprobs: Tensor,
                  advantages: Tensor, micro_batch: int) -> None:
-    """Take the same step with the logits of all positions, so many dialogues at a time."""
+    """Take the same step with the logits of all positions, `micro_batch` dialogues at a time."""
     optimiser.zero_grad(set_to_none=True)
     for rows in torch.arange(len(tokens), device=tokens.device).split(micro_batch):
-        ids, mask, A = tokens[rows], action_mask[rows, 1:], advantages[rows, None]
+        ids, mask, advantage = tokens[rows], action_mask[rows, 1:], advantages[rows, None]
         logprobs = model.logits(model(ids))[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
         ratio = (logprobs - old_logprobs[rows, 1:]).exp()
-        surrogate = torch.minimum(ratio * A, ratio.clamp(0.8, 1.2) * A)
+        surrogate = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
         (-surrogate[mask].sum() / action_mask.sum()).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimiser.step()
@@ -213,7 +160,7 @@ def one_update(kind: str, model: Transformer, optimiser, batch: tuple, precision
 
 
 def adamw(model: Transformer) -> torch.optim.Optimizer:
-    """Return the optimiser, its state made by a step that changes nothing."""
+    """Return an optimiser that has its state already, from a step at learning rate 0."""
     optimiser = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0, fused=True)
     model(torch.zeros(1, 2, dtype=torch.long, device=model.device)).sum().backward()
     optimiser.step()
@@ -223,13 +170,13 @@ def adamw(model: Transformer) -> torch.optim.Optimizer:
 
 def peak_memory(kind: str, precision: str) -> float:
     """Return the bytes that an update takes above weights and optimiser state, in a process of its own."""
-    done = subprocess.run([sys.executable, __file__, "--peak", kind, precision], capture_output=True,
-                          text=True, check=True)
+    done = subprocess.run([sys.executable, "-m", "extras.bench", "--peak", kind, precision], cwd=ROOT,
+                          capture_output=True, text=True, check=True)
     return float(done.stdout)
 
 
 def resident(name: str) -> int:
-    """Return VmRSS, the bytes held now, or VmHWM, the most that were held. Linux only."""
+    """Return VmRSS, the bytes that this process holds, or VmHWM, the most it has held. Linux only."""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return 1024 * int(next(line for line in lines if line.startswith(name)).split()[1])
 
@@ -290,7 +237,7 @@ def packed_step(model: Transformer, examples: list[Example], token_budget: int) 
 
 
 def bench_warm_start(repeats: int, device: torch.device) -> Iterator[dict]:
-    """Measure 16 dialogues of 40 to 400 tokens, half of them with a loss: four or 1,600 tokens at a time."""
+    """Measure 16 dialogues of 40 to 400 tokens, half of them with a loss, at most 1,600 tokens at a time."""
     model = Transformer(MODELS["SmolLM2-135M"]).to(device)
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(40, 401, (16,), generator=generator).tolist()
@@ -309,14 +256,14 @@ def bench_warm_start(repeats: int, device: torch.device) -> Iterator[dict]:
 # Sampler ----------------------------------------------------------------------------------------------------
 
 def usual_sample(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a token a row and its log-probability, as one finds it done."""
+    """Return one token per row and its log-probability, as is usually done."""
     logits = logits.float()
     tokens = torch.multinomial(logits.softmax(-1), 1)
     return tokens, logits.log_softmax(-1).gather(-1, tokens)
 
 
 def bench_sampler(repeats: int, device: torch.device) -> Iterator[dict]:
-    """Measure four matrices of logits in turn, so that none waits in a cache."""
+    """Measure on four matrices of logits in turn, so that none of them is in a cache already."""
     for B, V, dtype in ((64, 49_152, torch.float32), (256, 151_936, torch.bfloat16)):
         matrices = [torch.randn(B, V, device=device).to(dtype) for _ in range(4)]
         u = uniform(torch.arange(B, device=device), torch.zeros(B, dtype=torch.long, device=device))
@@ -335,12 +282,12 @@ def line(what: str, unit: str, theirs: float, ours: float, floor: float, higher:
 
 
 def shown(value: float) -> str:
-    """Return three digits, or all before the point."""
+    """Return a number with three digits, or with all that stand before the point."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def write_csv(rows: list[dict]) -> None:
-    """Write rows to assets/bench.csv, in the place of those of the same name."""
+    """Write rows to assets/bench.csv; each replaces the row of the same name."""
     table = {}
     if CSV.exists():
         with CSV.open(newline="", encoding="utf-8") as file:
@@ -353,18 +300,17 @@ def write_csv(rows: list[dict]) -> None:
         writer.writerows(table.values())
 
 
+@script
 def main() -> None:
     parts = ("sampler", "warm-start", "update", "rollout")
-    parser = argparse.ArgumentParser(description="Measure speed and memory.", allow_abbrev=False)
+    parser = Parser("Measure speed and memory.")
     parser.add_argument("--only", choices=parts, help="measure one part; others keep what is recorded")
-    parser.add_argument("--repeats", type=int, default=3, help="measurements of each (default: 3)")
+    parser.add_argument("--repeats", type=number(int, 1), default=3, help="measurements of each (default: 3)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default: cpu)")
     parser.add_argument("--peak", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.repeats < 1:
-        parser.error(f"--repeats must be at least 1, got {args.repeats}")
     if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: this PyTorch finds none")
+        raise UserError("--device cuda: this PyTorch finds none")
     if args.peak:
         print_peak(*args.peak)
         return

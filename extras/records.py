@@ -1,18 +1,21 @@
-"""What a run writes: a line a step on the screen and in metrics.csv, losses, transcripts, JSON.
+"""What a run writes: a line per step on the screen and in metrics.csv, losses, transcripts, JSON.
 
-Run `python records.py RUN` to read the transcripts of a run's last evaluation.
+Run `python -m extras.records RUN` to read the transcripts of a run's last evaluation.
 """
 
 import csv
 import json
 import os
+import resource
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 from tqdm import tqdm
 
+from config import Config, Parser, UserError, script
+from extras.figures import read_csv
 from logs import print_messages
-from plot import read_csv
 from rollout import Trajectory
 
 METRICS = ("method", "step", "reward", "human_score", "turns", "kl", "ratio_max", "clip_frac",
@@ -25,6 +28,33 @@ LOG_LINE = ("{method:10s} {step:4d}/{steps}  reward {reward:.3f}  human {score} 
 def mean(values) -> float:
     values = list(values)
     return sum(values) / len(values)
+
+
+def peak_rss_mb() -> float:
+    """Return the largest memory that this process has held, in MiB."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10
+
+
+def refuse_another_run(config: Config) -> None:
+    """Raise UserError if --resume would continue something else than this run; only --steps may grow."""
+    out, path = Path(config.out), Path(config.out) / "config.json"
+    if not path.exists():
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise UserError(f"{out} is not a run that can be resumed: it has no config.json")
+        return
+    try:
+        before = dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError):
+        raise UserError(f"{path} cannot be read, so the run cannot be resumed") from None
+    free = ("resume", "out", "steps", "token_budget", "cuda_graphs")      # they change rounding at most
+    changed = [name for name, value in asdict(config).items() if name not in free
+               and before.get(name) != value]
+    if changed:
+        flags = ", ".join("--" + name.replace("_", "-") for name in changed)
+        raise UserError(f"{out} was started with another {flags}: resume it with the same")
+    if before.get("steps", 0) > config.steps:
+        raise UserError(f"{out} was started with --steps {before['steps']}: resume it with as many or more")
 
 
 def print_row(row: dict, steps: int) -> None:
@@ -69,24 +99,26 @@ def forget_after(path: Path, method: str, step: int) -> None:
 
 
 def append_samples(path: Path, method: str, step: int, trajectories: list[Trajectory]) -> None:
-    """Append dialogues to a JSONL file, a line each; failed ones are left out."""
+    """Append dialogues to a JSONL file, one per line; failed ones are left out."""
     with open(path, "a", encoding="utf-8") as file:
         for t in (t for t in trajectories if t.ended != "failed"):
-            sample = {"method": method, "step": step, "problem": t.problem.question, "messages": t.messages,
+            sample = {"method": method, "step": step, "problem": t.problem.goal, "messages": t.messages,
                       "reward": t.reward, "ended": t.ended}
             file.write(json.dumps(sample, ensure_ascii=False) + "\n")
 
 
+@script
 def main() -> None:
     """Print the transcripts that a run wrote last."""
-    if len(sys.argv) != 2 or not (Path(sys.argv[1]) / "samples.jsonl").is_file():
-        print("records.py: give the folder of a run", file=sys.stderr)
-        sys.exit(2)
-    lines = (Path(sys.argv[1]) / "samples.jsonl").read_text(encoding="utf-8").splitlines()
-    for sample in map(json.loads, lines[-5:]):
+    parser = Parser("Read the transcripts of a run's last evaluation.")
+    parser.add_argument("run", metavar="RUN", help="folder of the run")
+    path = Path(parser.parse_args().run) / "samples.jsonl"
+    if not path.is_file():
+        raise UserError(f"give the folder of a run: there is no {path}")
+    for sample in map(json.loads, path.read_text(encoding="utf-8").splitlines()[-5:]):
         print(f"\n[{sample['problem']}]  {sample['method']}, step {sample['step']}")
         print_messages(sample["messages"])
-        print(f"{'':9}  ended: {sample['ended']}, reward {sample['reward']:.0f}")
+        print(f"{'':9}  ended: {sample['ended']}, reward {sample['reward']:.3g}")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685): train a small correction where the whole model does not fit.
 
 `add_adapters` freezes a model and puts a trainable correction of low rank beside every linear layer of its
-blocks; the reference is then the same weights with the adapters off.
+blocks. `reference_of` is then the same weights with the adapters off.
 
-Run `python lora.py` to count what is left to train.
+Run `python -m extras.lora` to count what is left to train.
 """
 
 import copy
@@ -12,14 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model import Transformer, tiny_config
+from model import Transformer, tiny_config, trainable
 
 
 class Adapter(nn.Module):
-    """A frozen linear layer and a trainable correction of low rank to it. Source: LoRA, arXiv 2106.09685, eq.
-    3 with alpha = 2 rank.
+    """A frozen linear layer and a trainable correction of low rank to it.
 
     The correction starts at zero: `expand` is zero, `reduce` is not.
+
+    Source: LoRA, arXiv 2106.09685, equation 3 with alpha = 2 rank.
     """
     SCALE = 2.0                                                                          # alpha / rank
 
@@ -36,7 +37,7 @@ class Adapter(nn.Module):
 
     @torch.no_grad()
     def merged(self) -> Tensor:
-        """Return the weight of the one linear layer that computes the same."""
+        """Return the weight of a single linear layer that computes the same."""
         return (self.base.weight + self.SCALE * self.expand @ self.reduce).to(self.base.weight.dtype)
 
 
@@ -50,13 +51,8 @@ def add_adapters(model: Transformer, rank: int, seed: int) -> None:
                 setattr(module, name, Adapter(child, rank, generator))
 
 
-def trainable(model: Transformer) -> list[nn.Parameter]:
-    """Return what an optimiser may change: everything, or the adapters."""
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-
 def reference_of(policy: Transformer) -> Transformer:
-    """Return a policy as it is before training: a copy that shares frozen weights, with its adapters off."""
+    """Return a policy as it is before training: a copy with its adapters off that shares frozen weights."""
     shared = {id(parameter): parameter for parameter in policy.parameters() if not parameter.requires_grad}
     reference = copy.deepcopy(policy, shared).requires_grad_(False)
     for module in list(reference.modules()):

@@ -13,18 +13,16 @@ A call fails in one of three ways, and none of them is a reward of 0:
 Temperature, top-p and penalties are sent, whatever a server's defaults are. It may have more than OpenAI's
 API has: vLLM takes top-k and the like from the checkpoint unless started with `--generation-config vllm`.
 
-Run `python endpoint.py http://127.0.0.1:8000/v1#model` to check a server and read how its model opens a
+Run `python -m extras.endpoint http://127.0.0.1:8000/v1#model` to check a server and read how its model opens a
 dialogue. The key is taken from OPENAI_API_KEY, if set.
 """
 
-import argparse
 import io
 import json
 import os
 import random
 import re
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -32,9 +30,10 @@ from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from urllib.parse import urlsplit
 
+from config import Parser, UserError, script
 from sampling import draw_key
-from simulator import HUMAN_USER, LEAVE, NAIVE_USER, goal_prompt, simulator_messages, split_leave
-from tasks import Problem, check_text, generate_problems
+from simulator import Reply, goal_prompt, simulator_messages, split_leave
+from tasks import LEAVE, Dialogue, check_text, find_task, generate_problems
 
 BUSY = (408, 409, 425, 429)                             # statuses worth another try, like all from 500 on
 REFUSED = (401, 403, 404)                               # statuses that every other dialogue would get too
@@ -42,7 +41,7 @@ LARGEST = 4 * 2 ** 20                                   # bytes of an answer
 LONGEST_PAUSE = 30.0                                    # seconds between two tries, whatever the server asks
 
 
-class EndpointError(Exception):
+class EndpointError(UserError):
     """A call that fails in every dialogue, whenever it is tried."""
 
 
@@ -69,7 +68,7 @@ def is_endpoint(text: str) -> bool:
 def parse_endpoint(address: str) -> tuple[str, str]:
     """Split "http://host:port/v1#model" at the first # into base address and model.
 
-    Raises: ValueError with an example if it is anything else.
+    Raises: UserError with an example if it is anything else.
     """
     url, _, model = address.partition("#")
     try:
@@ -78,7 +77,7 @@ def parse_endpoint(address: str) -> tuple[str, str]:
         good = False
     # printable, without @ or ?: no password, no query
     if not good or not re.fullmatch(r"https?://[!->A-~]+", url) or not model.strip():
-        raise ValueError(f"an endpoint looks like http://127.0.0.1:8000/v1#model, got {address!r}")
+        raise UserError(f"an endpoint looks like http://127.0.0.1:8000/v1#model, got {address!r}")
     return url.rstrip("/"), model.strip()
 
 
@@ -132,7 +131,7 @@ def read_reply(answer) -> str:
             raise Unusable(f"the reply was cut: finish_reason is {choice['finish_reason']}")
         text = choice["message"]["content"].strip()
         check_text(text)
-    except (ValueError, LookupError, TypeError, AttributeError):
+    except (UserError, LookupError, TypeError, AttributeError):
         raise Unusable("the answer is not a chat completion with a text") from None
     thought, end, said = text.partition("</think>")
     if end and "<think>" not in thought.removeprefix("<think>"):        # the prompt may hold the opening tag
@@ -159,20 +158,20 @@ class EndpointUser:
 
     def __init__(self, address: str, instruction: str, *, max_new_tokens: int = 256, concurrency: int = 16,
                  timeout: float = 60.0, retries: int = 4, pause: float = 1.0):
-        """Raises: ValueError for an address or a key that cannot be used."""
+        """Raises: UserError for an address or a key that cannot be used."""
         self.url, self.model = parse_endpoint(address)
         self.instruction, self.max_new_tokens, self.concurrency = instruction, max_new_tokens, concurrency
         self.timeout, self.retries, self.pause = timeout, retries, pause
         self.api_key = os.environ.get("OPENAI_API_KEY", "").strip()
         if not re.fullmatch(r"[!-~]*", self.api_key):
-            raise ValueError("OPENAI_API_KEY has characters in it that cannot be sent")
+            raise UserError("OPENAI_API_KEY has characters in it that cannot be sent")
         self.last_failure = ""
         self.stop = threading.Event()
 
-    def begin(self, problems: list[Problem], keys: list[int]) -> None:
-        self.problems, self.keys = problems, keys
+    def begin(self, goals: list[str], draw_keys: list[int]) -> None:
+        self.goals, self.draw_keys = goals, draw_keys
 
-    def reply(self, rows: list[int], dialogues: list[list[dict]]) -> list[tuple[str, str | None]]:
+    def reply(self, rows: list[int], dialogues: list[Dialogue]) -> list[Reply]:
         """As `ScriptedUser.reply`; a dialogue that gets no reply is "failed", and `last_failure` says why.
 
         Raises: EndpointError.
@@ -196,13 +195,13 @@ class EndpointUser:
         except Failed as failure:
             raise EndpointError(f"{self.url}: {failure}") from None
 
-    def speak(self, row: int, dialogue: list[dict]) -> tuple[str, str | None]:
+    def speak(self, row: int, dialogue: Dialogue) -> Reply:
         """Return the user's next message in one dialogue and why the dialogue ends with it."""
-        goal = f"{self.instruction}\n\n{goal_prompt(self.problems[row].goal)}"
+        goal = f"{self.instruction}\n\n{goal_prompt(self.goals[row])}"
         messages = simulator_messages({"goal": goal, "messages": dialogue})
         try:
             text = self.insist(lambda seed: read_reply(self.call(messages, seed, self.max_new_tokens)),
-                               draw_key(self.keys[row], len(dialogue)), self.retries)
+                               draw_key(self.draw_keys[row], len(dialogue)), self.retries)
         except Failed as failure:
             self.last_failure = f"{self.url}: {failure}"
             return "", "failed"
@@ -261,30 +260,23 @@ class EndpointUser:
         return "".join(c if c.isprintable() else "?" for c in " ".join(text.split())[:200])
 
 
-def fail(message: str) -> None:
-    """Say what is wrong in one line and leave."""
-    print(f"endpoint.py: {message}", file=sys.stderr)
-    sys.exit(2)
-
-
+@script
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Check an endpoint and read how its model opens a dialogue.",
-                                     allow_abbrev=False)
+    parser = Parser("Check an endpoint and read how its model opens a dialogue.")
     parser.add_argument("address", help="of the server and its model: http://127.0.0.1:8000/v1#model")
-    parser.error = fail
-    address, problem = parser.parse_args().address, generate_problems("test", 1)[0]
-    try:
-        EndpointUser(address, NAIVE_USER).check()
-        print(f"goal:  {problem.goal}")
-        for name, instruction in (("naive", NAIVE_USER), ("human", HUMAN_USER)):
-            user = EndpointUser(address, instruction)
-            user.begin([problem], [draw_key(0, "show", name)])
-            [(text, outcome)] = user.reply([0], [[]])
-            if outcome == "failed":
-                fail(user.last_failure)
-            print(f"{name}: {text or LEAVE}")
-    except (ValueError, EndpointError) as error:
-        fail(str(error))
+    parser.add_fields("task")
+    args = parser.parse_args()
+    task = find_task(args.task)
+    goal = generate_problems(task, "test", 1)[0].goal
+    EndpointUser(args.address, task.simulator_instruction).check()
+    print(f"goal:  {goal}")
+    for name, instruction in (("naive", task.simulator_instruction), ("human", task.human_instruction)):
+        user = EndpointUser(args.address, instruction)
+        user.begin([goal], [draw_key(0, "show", name)])
+        [(text, outcome)] = user.reply([0], [[]])
+        if outcome == "failed":
+            raise EndpointError(user.last_failure)
+        print(f"{name}: {text or LEAVE}")
 
 
 if __name__ == "__main__":

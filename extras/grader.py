@@ -8,7 +8,7 @@ the main thread only. So
 3. a watchdog ends the worker at the deadline, and the next check starts another. Nobody knows then whether
    the answer was right, which is a `GradingError` and not a reward of 0.
 
-This file is also the worker: `echo '["0.5", "1/2"]' | python grader.py` prints true.
+This file is also the worker: `echo '["0.5", "1/2"]' | python -m extras.grader` prints true.
 """
 
 import faulthandler
@@ -17,8 +17,13 @@ import re
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from functools import lru_cache
 from importlib.util import find_spec
+from pathlib import Path
+
+from config import UserError
+from tasks import GradingError, Task
 
 LONGEST, DEEPEST = 200, 10      # characters and nested brackets of an answer
 DEADLINE = 2.0                  # seconds a check may take
@@ -27,10 +32,6 @@ LOCK = threading.Lock()         # the worker answers one check after the other
 GROUP = re.compile(r"[{(\[]([^{}()\[\]]*)[})\]]")                                     # with no group inside
 POWER = re.compile(r"\d ?\^[-+]?\d|[!P]")                                             # of a number
 HUGE = re.compile(r"\^[-+]?(\d{5,}|\d+ ?[\^!]|P)|P ?\^\d{3,}|(\d{4,} ?|[!P])!")
-
-
-class GradingError(ValueError):
-    """A check that came to no verdict: the dialogue cannot be scored."""
 
 
 def too_costly(answer: str) -> bool:
@@ -56,12 +57,13 @@ def too_costly(answer: str) -> bool:
 def worker() -> subprocess.Popen:
     """Start the worker, or return the one that runs; it ends with this process, whose end closes its input.
 
-    Raises: GradingError if math-verify is not installed.
+    Raises: UserError if math-verify is not installed.
     """
     if find_spec("math_verify") is None:
-        raise GradingError("answers that are no plain numbers need math-verify: pip install math-verify")
-    return subprocess.Popen([sys.executable, __file__], bufsize=0, stdin=subprocess.PIPE,
-                            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        raise UserError("answers that are no plain numbers need math-verify: pip install math-verify")
+    return subprocess.Popen([sys.executable, "-m", "extras.grader"], cwd=Path(__file__).parent.parent,
+                            bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                            stderr=subprocess.DEVNULL,
                             start_new_session=True)                  # Ctrl-C is for the main process alone
 
 
@@ -88,6 +90,11 @@ def equal(gold: str, given: str) -> bool:
         raise GradingError(f"whether {given!r:.50} is {gold!r:.50} took over {DEADLINE:.0f} seconds, or the "
                            "worker died")
     return verdict == b"true\n"
+
+
+def with_algebra(task: Task) -> Task:
+    """Return a task whose answers are compared by math-verify where the task does not do it itself."""
+    return replace(task, equal=equal)
 
 
 def main() -> None:

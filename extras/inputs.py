@@ -1,0 +1,46 @@
+"""What a run is given: checked before anything is written, then read."""
+
+from pathlib import Path
+
+import torch
+
+from config import Config, UserError
+from extras.endpoint import EndpointUser, is_endpoint
+from extras.hf import load_config
+from extras.readers import read_logs, read_problems
+from extras.records import refuse_another_run
+from logs import Data, make_data
+from tasks import Task
+
+
+def check_inputs(config: Config) -> None:
+    """Raise UserError for what cannot work, before anything is written."""
+    if Path(config.out).exists() and not config.resume:
+        raise UserError(f"{config.out} exists: choose another --out, or --resume to continue it")
+    if config.device != "cpu" and not getattr(torch, config.device).is_available():
+        raise UserError(f"--device {config.device}: this PyTorch finds none")
+    if config.cuda_graphs and config.device != "cuda":
+        raise UserError("--cuda-graphs is for --device cuda")
+    if config.evaluate and config.policy:
+        raise UserError("give --evaluate or --policy, not both: either names the policy")
+    if config.warm_start and not config.policy:
+        raise UserError("--warm-start is for a given --policy; the tiny one is warm-started anyway")
+    if is_endpoint(config.simulator) and config.method in ("calibrated", "all"):
+        raise UserError(f"--method {config.method} fine-tunes the simulator: it cannot be an endpoint")
+    if config.human != "scripted" and not is_endpoint(config.human):
+        raise UserError(f"--human must be scripted or http://HOST:PORT/v1#MODEL, got {config.human}")
+    refuse_another_run(config)
+    for address in filter(is_endpoint, (config.simulator, config.human)):
+        EndpointUser(address, "").check()
+    for source in filter(None, (config.evaluate or config.policy, config.simulator)):
+        if not is_endpoint(source):
+            load_config(source)
+
+
+def load_data(config: Config, task: Task) -> Data:
+    """Read what the configuration names, and make the rest.
+
+    Raises: UserError naming the file and the line of what is wrong.
+    """
+    problems = read_problems(config.problems, task) if config.problems else []
+    return make_data(task, config, problems, read_logs(config.human_logs) if config.human_logs else [])
