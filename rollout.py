@@ -19,7 +19,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from chat import Chat
 from config import Parser, UserError, number, script
@@ -124,38 +123,9 @@ def pad(trajectories: list[Trajectory], device=None) -> tuple[Tensor, Tensor, Te
             torch.tensor(logprobs, device=device))
 
 
-# Scores -----------------------------------------------------------------------------------------------------
-
-def evaluate(policy: Transformer, chat: Chat, user, task: Task, problems: list[Problem], key: tuple, *,
-             horizon: int, max_new_tokens: int, batch: int = 256) -> list[Trajectory]:
-    """Return one dialogue per problem; equal keys give every policy the same random draws."""
-    trajectories = []
-    for i in tqdm(range(0, len(problems), batch), desc="evaluation", disable=None, leave=False):
-        part = problems[i:i + batch]
-        trajectories += rollout(policy, chat, user, task, part, [(*key, 0, p.id, 0) for p in part],
-                                horizon=horizon, max_new_tokens=max_new_tokens)
-    return trajectories
-
-
 def finished(trajectories: list[Trajectory]) -> list[Trajectory]:
-    """Return the dialogues that did not fail: whatever is averaged is averaged over these."""
+    """Return the dialogues that did not fail; every mean is over these."""
     return [t for t in trajectories if t.ended != "failed"]
-
-
-def interval(rewards: list[float]) -> list[float]:
-    """Return the 95 % interval of a mean reward between 0 and 1.
-
-    Of rewards that are all 0 or 1 it is Wilson's (1927), which is fair near both ends; of others it is the
-    mean +- 1.96 standard errors.
-    """
-    n, p, z = len(rewards), sum(rewards) / len(rewards), 1.96
-    if set(rewards) <= {0.0, 1.0}:
-        centre, spread = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-        low, high = (centre - spread) / (1 + z * z / n), (centre + spread) / (1 + z * z / n)
-    else:
-        spread = z * math.sqrt(sum((r - p) ** 2 for r in rewards) / max(1, n - 1) / n)
-        low, high = p - spread, p + spread
-    return [max(0.0, low), min(1.0, high)]
 
 
 # Dialogues to look at ---------------------------------------------------------------------------------------
@@ -165,12 +135,12 @@ def token_rows(group: list[Trajectory], chat: Chat) -> list[dict]:
     and every one of them has the dialogue's advantage.
     """
     advantage, first = float(advantages(torch.tensor([[t.reward for t in group]]))[0, 0]), group[0]
-    rows, turn, before = [], 0, 0
+    rows, turn, before, marks = [], 0, 0, {*chat.head, *chat.mid, *chat.post, chat.end}
     for token, action, logprob in zip(first.tokens, first.action_mask, first.logprobs):
         turn, before = turn + (action > before), action                       # a turn begins with a reply
-        rows.append({"turn": turn, "speaker": "assistant" if action else "user", "token": token,
-                     "text": chat.decode([token]), "action": action,
-                     "logprob": f"{logprob:.2f}" if action else "",
+        speaker = "assistant" if action else "format" if token in marks else "user"
+        rows.append({"turn": turn, "speaker": speaker, "token": token, "text": chat.decode([token]),
+                     "action": action, "logprob": f"{logprob:.2f}" if action else "",
                      "advantage": f"{advantage:+.2f}" if action else ""})
     return rows
 

@@ -1,9 +1,9 @@
 r"""The maths task: the user is stuck on a word problem, whose facts they give when they are asked for.
 
-A row has GSM8K's shape, `{"question": ..., "answer": "... #### 10"}`, or MATH's, `{"problem": ..., "solution":
-"... \boxed{\pi}"}`. Its question is the goal; the sentences but the last are the facts, the last one is what is
-asked. A dialogue ends with the marker `#### n` or `\boxed{}` in a reply, and earns 1 if the last marker of
-the last reply holds the answer. Plain numbers are compared here, all else by `equal` (extras/grader.py).
+A row has GSM8K's shape, `{"question": ..., "answer": "... #### 10"}`, or MATH's, `{"problem": ...,
+"solution": "... \boxed{\pi}"}`. Its question is the goal; the last sentence is what is asked, the others are
+the facts. A dialogue ends with the marker `#### n` or `\boxed{}` in a reply, and earns 1 if the last marker
+of the last reply holds the answer (extras/grader.py compares answers that are written differently).
 
 1. The *human* is vague at first, gives one fact at a time and only the one asked for, is terse, sometimes
    corrects itself, objects to what it sees is wrong, is annoyed by repeats and loses patience.
@@ -16,7 +16,6 @@ Run `python task_math.py` to read what each of them says.
 
 import random
 import re
-from decimal import Decimal
 from functools import lru_cache
 
 from config import UserError, script
@@ -117,19 +116,6 @@ def marked_answer(text: str) -> str | None:
     return None
 
 
-def plain_number(text: str) -> Decimal | None:
-    """Read a plain number; `$`, thousands commas, a final full stop, `%` and unit words do not matter."""
-    match = re.fullmatch(r"\$?\s*([-\u2212]?)\s*\$?(\d{1,3}(?:,\d{3})+|\d+)(\.\d+)?\s*(?:%|[A-Za-z ]*)\s*\.?",
-                         text.strip()[:100])
-    return Decimal(("-" if match[1] else "") + match[2].replace(",", "")
-                   + (match[3] or "")) if match else None
-
-
-def gold_number(answer: str) -> Decimal | None:
-    """Read a right answer that is a plain number: letters right behind it are no unit, as in 2x or 3i."""
-    return None if re.search(r"\d[A-Za-z]|\d [A-Za-z]\b", answer) else plain_number(answer)
-
-
 def parse_row(row: dict, id: int, equal: Equal) -> Problem:
     """Turn a row of GSM8K's or MATH's shape into a problem.
 
@@ -139,9 +125,9 @@ def parse_row(row: dict, id: int, equal: Equal) -> Problem:
     worked = max(texts(row, "solution", "answer"), key=lambda text: marked_answer(text) is not None)
     solution = re.sub(r"<<[^<>]*>>", "", worked).strip()                         # GSM8K's calculator notes
     answer = marked_answer(solution)
-    if answer is None or plain_number(answer) is None and "\\boxed" not in solution:
+    if answer is None or not re.search(r"\d", answer) and "\\boxed" not in solution:
         raise UserError(f"the answer must end in '#### n' or a boxed number, got {worked[-30:]!r}")
-    if gold_number(answer) is None and not equal(answer, answer):
+    if not equal(answer, answer):
         raise UserError(f"the answer must be a number or what math-verify can read, got {answer!r:.60}")
     return Problem(id, question, answer, solution)
 
@@ -149,18 +135,11 @@ def parse_row(row: dict, id: int, equal: Equal) -> Problem:
 def reward(problem: Problem, dialogue: Dialogue, equal: Equal) -> float:
     """Return 1.0 if the last marker of the last reply holds the answer, else 0.0.
 
-    Raises: GradingError if `equal` is needed and comes to no verdict.
+    Raises: GradingError if `equal` comes to no verdict.
     """
     reply = next(message["content"] for message in reversed(dialogue) if message["role"] == "assistant")
     given = marked_answer(reply)
-    if given is None:
-        return 0.0
-    gold, value = gold_number(problem.answer), plain_number(given)
-    if gold is None:
-        return float(equal(problem.answer, given))
-    if value is None and re.search(r"[\\/{]", given):                            # 20/2, \frac{20}{2}, 1{,}000
-        return float(equal(f"{gold:f}", given))
-    return float(value == gold)
+    return float(given is not None and equal(problem.answer, given))
 
 
 # The two users ----------------------------------------------------------------------------------------------
@@ -247,16 +226,11 @@ def overhelpful(goal: str, dialogue: Dialogue) -> Distribution:
 
 # The logging assistant --------------------------------------------------------------------------------------
 
-def known_numbers(facts: tuple[str, ...], revealed: set[int]) -> set[str]:
-    """Return the numbers in the facts that the user has told."""
-    return {n for i in revealed for n in numbers(facts[i])}
-
-
 def known_sum(problem: Problem, revealed: set[int]) -> re.Match | None:
     """Return the worked answer's first sum if the user has told both of its numbers."""
-    first_sum = SUM.search(problem.solution)
-    known = first_sum and {first_sum[1], first_sum[3]} <= known_numbers(facts_of(problem.goal), revealed)
-    return first_sum if known else None
+    first_sum, facts = SUM.search(problem.solution), facts_of(problem.goal)
+    told = {n for i in revealed for n in numbers(facts[i])}
+    return first_sum if first_sum and {first_sum[1], first_sum[3]} <= told else None
 
 
 def slipped_sum(first_sum: re.Match, rng: random.Random) -> str:
@@ -276,8 +250,8 @@ def question_about(fact: str) -> str:
 def guessed_solution(problem: Problem, revealed: set[int], rng: random.Random) -> str:
     """Return the worked answer with a guess for every number not revealed, and the sums redone."""
     facts = facts_of(problem.goal)
-    known = known_numbers(facts, revealed)
-    value = {n: str(rng.randint(2, LARGEST)) for fact in facts for n in numbers(fact) if n not in known}
+    told = {n for i in revealed for n in numbers(facts[i])}
+    value = {n: str(rng.randint(2, LARGEST)) for fact in facts for n in numbers(fact) if n not in told}
 
     def redo(match: re.Match) -> str:
         left, right = value.get(match[1], match[1]), value.get(match[3], match[3])
@@ -322,7 +296,7 @@ def logging_assistant(problem: Problem, dialogue: Dialogue, rng: random.Random) 
 
 
 def told_at_once(problem: Problem, rng: random.Random) -> Dialogue:
-    """Return a fully specified dialogue: the whole problem, more or less politely, and the worked answer."""
+    """Return a dialogue of the whole problem, told more or less politely, and the worked answer."""
     text = " ".join([rng.choice(("", "", *GREETINGS, *ACCEPTANCES)), problem.goal,
                      rng.choice(("", *THANKS))]).strip()
     return [{"role": "user", "content": text}, {"role": "assistant", "content": problem.solution}]

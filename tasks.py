@@ -110,7 +110,7 @@ class Task:
     measures: Callable[[str | None, Dialogue, str], dict] = lambda goal, context, reply: {}
     probe: Callable[[Problem, Dialogue, random.Random], str | None] = lambda problem, told, rng: None
     probed: str = ""                                                    # the line that probes are measured for
-    equal: Equal = operator.eq              # of answers that `reward` does not compare itself
+    equal: Equal = operator.eq              # of answers; extras/grader.py knows more than one spelling
     paper: dict[str, float] = field(default_factory=dict)               # the paper's score of each method
     score: str = "mean reward"              # what the score is, for the table
 

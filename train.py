@@ -39,14 +39,14 @@ from extras.hf import Speaker, save_speaker
 from extras.inputs import check_inputs, load_data
 from extras.lora import add_adapters, reference_of
 from extras.plot import draw_curves, print_table
-from extras.records import (METRICS, append_csv, append_samples, forget_after, mean, peak_rss_mb, print_row,
-                            read_rows, write_json)
+from extras.records import (METRICS, append_csv, append_samples, forget_after, interval, mean, peak_rss_mb,
+                            print_row, read_rows, write_json)
 from extras.speakers import base_policy, frozen_dtype, load_simulators
 from grpo import advantages, agree, update
 from logs import Data, logged_contexts
 from model import Transformer, autocast, trainable
 from report_card import print_report_card, report_card
-from rollout import Trajectory, evaluate, finished, interval, pad, rollout
+from rollout import Trajectory, finished, pad, rollout
 from sampling import draw_key
 from simulator import ModelUser, ScriptedUser
 from tasks import Problem, Task, find_task
@@ -123,15 +123,17 @@ def train_step(step: int, method: str, config: Config, data: Data, chat: Chat, p
 
 def against_human(policy: Transformer, chat: Chat, config: Config, task: Task, problems: list[Problem],
                   phase: str) -> list[Trajectory]:
-    """Return a dialogue of the policy with the human about every problem.
+    """Return a dialogue of the policy with the human about every problem, at temperature 1.
 
     Raises: EndpointError if too many of them failed.
     """
-    user = the_human(config, task)
-    with autocast(policy.device, config.precision):
-        trajectories = evaluate(policy, chat, user, task, problems, (config.seed, phase),
-                                horizon=config.horizon, max_new_tokens=config.max_new_tokens,
-                                batch=config.prompts * config.group_size)
+    user, trajectories, B = the_human(config, task), [], config.prompts * config.group_size
+    for i in tqdm(range(0, len(problems), B), desc="evaluation", disable=None, leave=False):
+        part = problems[i:i + B]
+        draw_keys = [(config.seed, phase, 0, p.id, 0) for p in part]          # the same for every policy
+        with autocast(policy.device, config.precision):
+            trajectories += rollout(policy, chat, user, task, part, draw_keys, horizon=config.horizon,
+                                    max_new_tokens=config.max_new_tokens)
     refuse_failures(trajectories, user, config.max_failed)
     return trajectories
 

@@ -1,4 +1,7 @@
-"""Grade answers that are no plain numbers: `\\frac{1}{2}` equals `0.5`, says math-verify in a worker process.
+"""Whether an answer is the right one, however it is written.
+
+Plain numbers are compared here. All else goes to math-verify, which knows that `\\frac{1}{2}` is `0.5`, in a
+worker process.
 
 Algebra on what a policy writes may never end, as `9^{9^{9}}` does not, and math-verify's own timeouts work in
 the main thread only. So
@@ -18,6 +21,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from decimal import Decimal
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -67,7 +71,7 @@ def worker() -> subprocess.Popen:
                             start_new_session=True)                  # Ctrl-C is for the main process alone
 
 
-def equal(gold: str, given: str) -> bool:
+def same_by_algebra(gold: str, given: str) -> bool:
     """Return whether math-verify takes an answer for the right one.
 
     Raises: GradingError if it comes to no verdict before the deadline.
@@ -92,8 +96,34 @@ def equal(gold: str, given: str) -> bool:
     return verdict == b"true\n"
 
 
+def plain_number(text: str) -> Decimal | None:
+    """Read a plain number; `$`, thousands commas, a final full stop, `%` and unit words do not matter."""
+    match = re.fullmatch(r"\$?\s*([-\u2212]?)\s*\$?(\d{1,3}(?:,\d{3})+|\d+)(\.\d+)?\s*(?:%|[A-Za-z ]*)\s*\.?",
+                         text.strip()[:100])
+    return Decimal(("-" if match[1] else "") + match[2].replace(",", "")
+                   + (match[3] or "")) if match else None
+
+
+def gold_number(answer: str) -> Decimal | None:
+    """Read a right answer that is a plain number: letters right behind it are no unit, as in 2x or 3i."""
+    return None if re.search(r"\d[A-Za-z]|\d [A-Za-z]\b", answer) else plain_number(answer)
+
+
+def equal(gold: str, given: str) -> bool:
+    """Return whether a given answer is the right one.
+
+    Raises: GradingError if math-verify is needed and comes to no verdict.
+    """
+    number, value = gold_number(gold), plain_number(given)
+    if number is None:
+        return same_by_algebra(gold, given)
+    if value is None and re.search(r"[\\/{]", given):                            # 20/2, \frac{20}{2}, 1{,}000
+        return same_by_algebra(f"{number:f}", given)
+    return value == number
+
+
 def with_algebra(task: Task) -> Task:
-    """Return a task whose answers are compared by math-verify where the task does not do it itself."""
+    """Return a task whose answers are compared as numbers and by math-verify, and not letter by letter."""
     return replace(task, equal=equal)
 
 

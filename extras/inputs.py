@@ -1,5 +1,7 @@
 """What a run is given: checked before anything is written, then read."""
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -8,9 +10,29 @@ from config import Config, UserError
 from extras.endpoint import EndpointUser, is_endpoint
 from extras.hf import load_config
 from extras.readers import read_logs, read_problems
-from extras.records import refuse_another_run
 from logs import Data, make_data
 from tasks import Task
+
+
+def refuse_another_run(config: Config) -> None:
+    """Raise UserError if --resume would continue something else than this run; only --steps may grow."""
+    out, path = Path(config.out), Path(config.out) / "config.json"
+    if not path.exists():
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise UserError(f"{out} is not a run that can be resumed: it has no config.json")
+        return
+    try:
+        before = dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError):
+        raise UserError(f"{path} cannot be read, so the run cannot be resumed") from None
+    free = ("resume", "out", "steps", "token_budget", "cuda_graphs")      # they change rounding at most
+    changed = [name for name, value in asdict(config).items() if name not in free
+               and before.get(name) != value]
+    if changed:
+        flags = ", ".join("--" + name.replace("_", "-") for name in changed)
+        raise UserError(f"{out} was started with another {flags}: resume it with the same")
+    if before.get("steps", 0) > config.steps:
+        raise UserError(f"{out} was started with --steps {before['steps']}: resume it with as many or more")
 
 
 def check_inputs(config: Config) -> None:

@@ -5,15 +5,15 @@ Run `python -m extras.records RUN` to read the transcripts of a run's last evalu
 
 import csv
 import json
+import math
 import os
 import resource
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 from tqdm import tqdm
 
-from config import Config, Parser, UserError, script
+from config import Parser, UserError, script
 from extras.figures import read_csv
 from logs import print_messages
 from rollout import Trajectory
@@ -30,31 +30,26 @@ def mean(values) -> float:
     return sum(values) / len(values)
 
 
+def interval(rewards: list[float]) -> list[float]:
+    """Return the 95 % interval of a mean reward between 0 and 1.
+
+    Of rewards that are all 0 or 1 it is Wilson's (1927), which is fair near both ends; of others it is the
+    mean +- 1.96 standard errors.
+    """
+    n, p, z = len(rewards), sum(rewards) / len(rewards), 1.96
+    if set(rewards) <= {0.0, 1.0}:
+        centre, spread = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+        low, high = (centre - spread) / (1 + z * z / n), (centre + spread) / (1 + z * z / n)
+    else:
+        spread = z * math.sqrt(sum((r - p) ** 2 for r in rewards) / max(1, n - 1) / n)
+        low, high = p - spread, p + spread
+    return [max(0.0, low), min(1.0, high)]
+
+
 def peak_rss_mb() -> float:
     """Return the largest memory that this process has held, in MiB."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / 2**20 if sys.platform == "darwin" else peak / 2**10
-
-
-def refuse_another_run(config: Config) -> None:
-    """Raise UserError if --resume would continue something else than this run; only --steps may grow."""
-    out, path = Path(config.out), Path(config.out) / "config.json"
-    if not path.exists():
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise UserError(f"{out} is not a run that can be resumed: it has no config.json")
-        return
-    try:
-        before = dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError):
-        raise UserError(f"{path} cannot be read, so the run cannot be resumed") from None
-    free = ("resume", "out", "steps", "token_budget", "cuda_graphs")      # they change rounding at most
-    changed = [name for name, value in asdict(config).items() if name not in free
-               and before.get(name) != value]
-    if changed:
-        flags = ", ".join("--" + name.replace("_", "-") for name in changed)
-        raise UserError(f"{out} was started with another {flags}: resume it with the same")
-    if before.get("steps", 0) > config.steps:
-        raise UserError(f"{out} was started with --steps {before['steps']}: resume it with as many or more")
 
 
 def print_row(row: dict, steps: int) -> None:

@@ -17,14 +17,14 @@ import torch
 
 import align_sim
 import extras.speakers as speakers
-import rollout as rollout_module
 import train
 from chat import tiny_chat
 from config import METHODS, complete, parse_config
 from extras.hf import load_model
+from extras.records import interval
 from logs import logged_contexts, make_data, warm_start_dialogues, write_logs
 from report_card import measure
-from rollout import Trajectory, finished, interval
+from rollout import Trajectory, finished, rollout
 from simulator import ModelUser, ScriptedUser, simulator_messages
 from task_math import TASK, facts_of, marked_answer
 from tasks import generate_problems
@@ -80,9 +80,7 @@ def run(tmp_path_factory):
         patch.setattr(train, "find_task", lambda name: LIVELY)
         for module in (speakers, align_sim):
             patch.setattr(module, "sft", watched(calls, "sft", module.sft, describe_sft))
-        patch.setattr(train, "rollout", watched(calls, "training", train.rollout, watched_rollout))
-        patch.setattr(rollout_module, "rollout",
-                      watched(calls, "evaluation", rollout_module.rollout, watched_rollout))
+        patch.setattr(train, "rollout", watched(calls, "rollout", train.rollout, watched_rollout))
         patch.setattr(train, "update", watched(calls, "update", train.update, describe_update))
         patch.setattr(train, "report_card", watched(calls, "card", train.report_card, describe_card))
         train.main([*FLAGS, "--out", str(out)])
@@ -90,7 +88,9 @@ def run(tmp_path_factory):
     with open(out / "metrics.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     return SimpleNamespace(out=out, config=config, data=make_data(TASK, config, [], []), rows=rows,
-                           result=json.loads((out / "result.json").read_text()), **calls)
+                           result=json.loads((out / "result.json").read_text()), **calls,
+                           training=[call for call in calls["rollout"] if call.draw_keys[0][1] == "train"],
+                           evaluation=[call for call in calls["rollout"] if call.draw_keys[0][1] != "train"])
 
 
 def weights_of(run, *path):
@@ -205,8 +205,8 @@ def test_the_user_is_handed_goals_and_never_an_answer(model, chat, monkeypatch):
     user = ModelUser(model, chat, 4)
     begin = user.begin
     monkeypatch.setattr(user, "begin", lambda goals, keys: handed.extend(goals) or begin(goals, keys))
-    rollout_module.rollout(model, chat, user, TASK, problems, [(0, p.id) for p in problems], horizon=1,
-                           max_new_tokens=4)
+    rollout(model, chat, user, TASK, problems, [(0, p.id) for p in problems], horizon=1,
+            max_new_tokens=4)
     assert handed == [problem.goal for problem in problems]
     for ids, problem in zip(user.engine.tokens, problems):
         assert ids[:len(chat.open(problem.goal))] == chat.open(problem.goal)
