@@ -25,11 +25,12 @@ def append_utterance(user: Script, goal: str, dialogue: Dialogue, rng: random.Ra
     dialogue.append({"role": "user", "content": rng.choices(texts, weights)[0]})
 
 
-def write_logs(task: Task, problems: list[Problem], speaker: str, seed: int, turns: int = 6) -> list[dict]:
+def write_logs(task: Task, problems: list[Problem], speaker: str, seed: int, split: str = "train",
+               turns: int = 6) -> list[dict]:
     """Return a dialogue of the logging assistant with a script, "human" or "overhelpful", per problem."""
     user, logs = getattr(task, speaker), []
     for problem in problems:
-        rng, dialogue = random.Random(draw_key(seed, "logs", speaker, problem.id)), []
+        rng, dialogue = random.Random(draw_key(seed, "logs", split, speaker, problem.id)), []
         while len(dialogue) < 2 * turns:
             append_utterance(user, problem.goal, dialogue, rng)
             if dialogue[-1]["content"] == LEAVE:
@@ -41,12 +42,12 @@ def write_logs(task: Task, problems: list[Problem], speaker: str, seed: int, tur
     return logs
 
 
-def write_probes(task: Task, problems: list[Problem], logs: list[dict], speaker: str,
-                 seed: int) -> list[dict]:
+def write_probes(task: Task, problems: list[Problem], logs: list[dict], speaker: str, seed: int,
+                 split: str = "validation") -> list[dict]:
     """Return beginnings of `logs`, each followed by a planted mistake and what the user says to it."""
     probes = []
     for problem, log in zip(problems, logs):
-        rng = random.Random(draw_key(seed, "probe", speaker, problem.id))
+        rng = random.Random(draw_key(seed, "probe", split, speaker, problem.id))
         for end in range(1, len(log["messages"]) + 1, 2):
             told = log["messages"][:end]
             planted = None if told[-1]["content"] == LEAVE else task.probe(problem, told, rng)
@@ -138,7 +139,8 @@ def make_data(task: Task, config: Config, problems: list[Problem], logs: list[di
             raise UserError(f"{config.human_logs}: static needs logs whose 'goal' is a training problem")
         return data
     judged = validation[:config.card_dialogues]
-    logs, held_out = (write_logs(task, part, "human", config.seed) for part in (train, judged))
+    logs, held_out = (write_logs(task, part, "human", config.seed, split)
+                      for part, split in ((train, "train"), (judged, "validation")))
     return Data(task, train, validation, test, logs, held_out,
                 write_probes(task, judged, held_out, "human", config.seed), scripted=True)
 

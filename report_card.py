@@ -167,7 +167,7 @@ def main() -> None:
     task, rows = find_task(args.task), {}
     problems = generate_problems(task, "validation", 200, args.seed, args.facts)
     for speaker in ("human", "overhelpful"):
-        for log in write_logs(task, problems, speaker, args.seed):
+        for log in write_logs(task, problems, speaker, args.seed, "validation"):
             for m in range(0, len(log["messages"]), 2):
                 found = measure(task, log["goal"], log["messages"][:m], log["messages"][m]["content"])
                 for line, counts in found.items():

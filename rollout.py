@@ -181,7 +181,7 @@ def main() -> None:
     else:
         problems = generate_problems(task, "test", args.count, args.seed, args.facts)
     if not args.policy:
-        for problem, log in zip(problems, write_logs(task, problems, "human", args.seed)):
+        for problem, log in zip(problems, write_logs(task, problems, "human", args.seed, "test")):
             print(f"\n[{log['goal']}]  (answer {problem.answer})")
             print_messages(log["messages"])
         return

@@ -17,6 +17,7 @@ from chat import tiny_chat
 from config import Config, UserError, script
 from logprobs import Example, pack, packed_batches, token_logprobs
 from model import Transformer, autocast, tiny_config, trainable
+from sampling import draw_key
 
 @torch.no_grad()
 def examples_nll(model: Transformer, examples: list[Example],
@@ -57,7 +58,7 @@ def sft(model: Transformer, examples: list[Example], *, steps: int, batch: int, 
         raise UserError(f"{title}: no dialogue has a token to learn within {room} tokens")
     optimiser = torch.optim.AdamW(trainable(model), lr=lr, betas=(0.9, 0.95), weight_decay=0.01,
                                   fused=True)
-    rng, order, losses = random.Random(seed), [], []
+    rng, order, losses = random.Random(draw_key(seed, "order", title)), [], []
     best = [parameter.detach().clone() for parameter in trainable(model)] if validation else []
     lowest, worse = mean_nll(model, validation, token_budget), 0
     for step in tqdm(range(steps), desc=title, disable=None, leave=False):

@@ -4,6 +4,7 @@ One small run of all methods is watched from outside: every fine-tuning, every r
 and the report card are recorded as they are called. Each test is a sentence that the README says.
 """
 
+import copy
 import csv
 import json
 import math
@@ -25,6 +26,7 @@ from extras.records import interval
 from logs import logged_contexts, make_data, warm_start_dialogues, write_logs
 from report_card import measure
 from rollout import Trajectory, finished, rollout
+from sft import sft
 from simulator import ModelUser, ScriptedUser, simulator_messages
 from task_math import TASK, facts_of, marked_answer
 from tasks import generate_problems
@@ -136,6 +138,16 @@ def test_warm_start_calibration_and_naive_simulator_take_the_steps_and_rates_tha
     assert [call.steps for call in run.sft] == [6, 3, 4]               # the naive simulator takes half of 6
     assert {call.batch for call in run.sft} == {5} and {call.lr for call in run.sft} == {0.002}
     assert [len(call.result) for call in run.sft] == [6, 3, 4]
+
+
+def test_no_two_phases_learn_their_dialogues_in_the_same_order(chat, model):
+    """The order is keyed by phase: a stream that is shared would repeat between policy and simulators."""
+    examples = [([i, i + 1, i + 2], [0, 1, 1]) for i in range(40)]
+    orders = {}
+    for title in ("warm start of the policy", "naive simulator", "calibration"):
+        losses = sft(copy.deepcopy(model), examples, steps=6, batch=2, lr=0.0, seed=0, title=title)
+        orders[title] = tuple(round(loss, 9) for loss in losses)
+    assert len(set(orders.values())) == 3
 
 
 def test_only_logs_of_real_people_are_calibrated_on_with_early_stopping(run, tmp_path, monkeypatch):
@@ -285,6 +297,18 @@ def test_no_goal_is_in_two_splits_and_held_out_logs_are_about_validation_problem
     assert [log["goal"] for log in data.logs] == [p.goal for p in data.train]
     assert [log["goal"] for log in data.held_out] == [p.goal for p in data.validation[:12]]
     assert {log["goal"] for log in data.probes} <= {log["goal"] for log in data.held_out}
+
+
+@pytest.mark.parametrize("speaker", ("human", "overhelpful"))
+def test_held_out_logs_are_drawn_apart_from_training_logs(speaker):
+    """Drawn from one stream, dialogue i of either split opened with the same template in 300 of 300 pairs."""
+    def openings(split):
+        problems = generate_problems(TASK, split, 300)
+        for problem, log in zip(problems, write_logs(TASK, problems, speaker, 0, split)):
+            texts = [text for text, _ in getattr(TASK, speaker)(problem.goal, [])]
+            yield texts.index(log["messages"][0]["content"])
+    agree = sum(a == b for a, b in zip(openings("train"), openings("validation")))
+    assert agree < 150                                                  # of 300; by chance 70 to 90
 
 
 def test_the_report_card_is_measured_on_held_out_logs_and_probes(run):
