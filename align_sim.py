@@ -27,9 +27,7 @@ from tasks import Problem, Task, find_task
 
 def naive_simulator(task: Task, chat: Chat, problems: list[Problem], *, steps: int, batch: int, lr: float,
                     seed: int, device: str = "cpu") -> tuple[Transformer, list[float]]:
-    """Return a tiny simulator fine-tuned on the over-helpful user, as prompted language models are, and the
-    losses.
-    """
+    """Return a tiny simulator fine-tuned on the over-helpful user, and the losses."""
     model = Transformer(tiny_config(vocab_size=chat.vocab_size),
                         draw_key(seed, "simulator weights")).to(device)
     examples = [chat.render(simulator_messages(log))
@@ -53,18 +51,18 @@ def calibrate(simulator: Transformer, chat: Chat, logs: list[dict], *, steps: in
 
 
 def parse_args() -> Config:
-    """Read the command line; numbers that are not given depend on whether the simulator is an embedded one."""
+    """Read the command line; the defaults of numbers depend on whether the simulator is embedded."""
     parser = Parser("Calibrate a simulator on human dialogues.")
     parser.add_fields("task", "simulator", "human_logs", "token_budget", "device", "seed", precision="fp32")
     tiny, own = Config(), Config(**PRESETS["own"])
     for flag, name, kind in (("--steps", "calibration_steps", number(int, 1)),
-                             ("--batch", "sft_batch", number(int, 1)), ("--lr", "sft_lr", number(float, 1e-9)),
+                             ("--batch", "sft_batch", number(int, 1)),
+                             ("--lr", "sft_lr", number(float, 1e-9)),
                              ("--max-new-tokens", "max_new_tokens", number(int, 1))):
         parser.add_argument(flag, dest=name, type=kind, metavar=flag[2:].upper(),
                             help=f"(default: {getattr(tiny, name) or 'the task decides'}; for a simulator of "
                                  f"your own {getattr(own, name)})")
-    parser.add_argument("--out", default="", help="folder for the calibrated simulator, which must not exist "
-                                                  "(default: not saved)")
+    parser.add_argument("--out", default="", help="folder for the simulator, which must not exist")
     args = parser.parse_args()
     if args.out and Path(args.out).exists():
         raise UserError(f"{args.out} exists: choose another --out")

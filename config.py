@@ -54,47 +54,39 @@ class Config:
     """Everything that can be set, each a flag of the same name."""
     task: str = option("math", "what the dialogues are about: NAME of a file task_NAME.py")
     method: str = option("calibrated", "which method to train, or all", choices=(*METHODS, "all"))
-    preset: str = option("", "a set of defaults: tiny; own, any model of yours; gpu, 24 GB; paper, 80 GB "
-                             "(default: tiny, with --policy own)", choices=tuple(PRESETS))
+    preset: str = option("", "defaults: tiny; own, any model of yours; gpu, 24 GB; paper, 80 GB (default: "
+                             "tiny, with --policy own)", choices=tuple(PRESETS))
     policy: str = option("", "policy to start from: folder, GGUF file or hub id (default: train a tiny one)")
     simulator: str = option("", "naive simulator: the same, or http://HOST:PORT/v1#MODEL (default: --policy, "
                                 "prompted, or a tiny one)")
     human: str = option("scripted", "who tests: scripted, or http://HOST:PORT/v1#MODEL for a prompted model")
-    problems: str = option("", "JSONL or JSON of problems in the task's shape (maths: GSM8K's or MATH's), or "
-                               "hf:openai/gsm8k (default: generated)")
-    facts: int = option(None, "facts that the user of a generated problem holds (default: the task's)",
-                        minimum=1)
+    problems: str = option("", "JSONL, JSON or hf:openai/gsm8k: rows in the task's shape (default: made)")
+    facts: int = option(None, "facts in a generated problem (default: the task's)", minimum=1)
     human_logs: str = option("", "JSONL of human dialogues to calibrate on (default: the scripted human's)")
     evaluate: str = option("", "score this policy against the human, train nothing")
     out: str = option("out", "folder of the run; must not exist, unless --resume")
     resume: bool = option(False, "continue the run in --out")
     seed: int = option(0, "of every random draw", minimum=0)
     device: str = option("cpu", "where the models live", choices=("cpu", "cuda", "mps"))
-    precision: str = option("", "bf16 multiplies matrices in bf16, weights that train stay in fp32 "
-                                "(default: fp32; on cuda, with other presets than tiny, bf16)",
-                            choices=("fp32", "bf16"))
+    precision: str = option("", "of matrix products; weights that train stay in fp32 (default: fp32; on "
+                                "cuda, with other presets than tiny, bf16)", choices=("fp32", "bf16"))
     cuda_graphs: bool = option(False, "on cuda: replay the token loop of rollouts as a graph (not measured)")
     horizon: int = option(None, "assistant turns a dialogue may have, H (default: the task's)", minimum=1)
     group_size: int = option(8, "dialogues per problem, G", minimum=2)
     prompts: int = option(32, "problems per step, P", minimum=1)
     steps: int = option(80, "rollouts, each followed by its optimiser steps", minimum=1)
-    minibatches: int = option(2, "optimiser steps per rollout, each on its own share of the problems",
-                              minimum=1)
+    minibatches: int = option(2, "optimiser steps per rollout, each on its share of the problems", minimum=1)
     lr: float = option(1e-3, "learning rate of GRPO", minimum=0)
     clip_eps: float = option(0.2, "ratios beyond 1 - eps and 1 + eps are clipped", minimum=0)
     kl_coef: float = option(0.0, "weight of the KL to the policy before training", minimum=0)
     lora_rank: int = option(0, "rank of the policy's adapters; 0 trains all weights", minimum=0)
-    simulator_lora_rank: int = option(0, "rank of the simulator's adapters in calibration; 0 trains all",
-                                      minimum=0)
+    simulator_lora_rank: int = option(0, "rank of the simulator's adapters; 0 trains all", minimum=0)
     token_budget: int = option(4096, "tokens, padding included, of a forward and backward pass: lower it if "
                                      "memory runs out", minimum=1)
     max_new_tokens: int = option(None, "tokens a reply may have (default: the task's)", minimum=1)
-    max_failed: float = option(0.2, "share of a step's dialogues that servers and grader may fail",
-                               minimum=0, below=1)
-    warm_start: bool = option(False, "fine-tune a given --policy first, as the tiny one is: on the "
-                                     "scripted human's logs and worked answers")
-    sft_steps: int = option(1600, "warm-start steps of the policy; the tiny naive simulator takes half",
-                            minimum=1)
+    max_failed: float = option(0.2, "share of dialogues that servers and grader may fail", minimum=0, below=1)
+    warm_start: bool = option(False, "fine-tune a given --policy on scripted logs first, as the tiny one is")
+    sft_steps: int = option(1600, "warm-start steps; the tiny naive simulator takes half", minimum=1)
     calibration_steps: int = option(2000, "fine-tuning steps of the simulator on human logs", minimum=1)
     sft_lr: float = option(3e-3, "learning rate of warm start and calibration", minimum=0)
     sft_batch: int = option(32, "dialogues per step of warm start and calibration", minimum=1)
@@ -156,10 +148,7 @@ def is_embedded(source: str) -> bool:
 
 
 def parse_config(argv: list[str] | None = None, description: str = "") -> Config:
-    """Read a command line into a Config.
-
-    Raises: UserError for a flag or a value that is none.
-    """
+    """Read a command line into a Config, or raise UserError for a flag or a value that is none."""
     parser = Parser(description)
     parser.add_fields(**{f.name: argparse.SUPPRESS for f in fields(Config)})
     given = vars(parser.parse_args(argv))

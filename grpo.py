@@ -59,20 +59,19 @@ def advantages(rewards: Tensor, divide_by_std: bool = True) -> Tensor:
 def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, action_mask: Tensor,
                 normaliser: float, clip_eps: float = 0.2, ref_logprobs: Tensor | None = None,
                 kl_coef: float = 0.0) -> tuple[Tensor, dict]:
-    """Return the loss of some dialogues and sums over their actions, for the log.
+    """Return the loss of some dialogues, and sums over their actions for the log.
 
-    `normaliser` is the number of actions in the whole optimiser step, so that losses of micro-batches add up
-    to it.
+    `normaliser` is the number of actions in the whole optimiser step: micro-batches' losses add up to its.
 
     Paper: GRPO, equation 3, with k3 (equation 4) as KL estimate: exp(d) - d - 1 with d = log ref - log pi.
     Shapes: logprobs, old_logprobs, ref_logprobs, action_mask (B, T); advantages (B,).
     """
     assert logprobs.shape == old_logprobs.shape == action_mask.shape, \
         f"not one (B, T): {tuple(logprobs.shape)}, {tuple(old_logprobs.shape)}, {tuple(action_mask.shape)}"
-    assert advantages.shape == logprobs.shape[:1], f"one advantage per dialogue, got {tuple(advantages.shape)}"
+    assert advantages.shape == logprobs.shape[:1], f"advantages must be (B,), got {tuple(advantages.shape)}"
     log_ratio = torch.where(action_mask, logprobs - old_logprobs, 0.0).clamp(-20, 20)
     ratio = log_ratio.exp()
-    A = advantages[:, None]                                                        # one for all of its actions
+    A = advantages[:, None]                                                # a dialogue's, for all its actions
     unclipped, clipped = ratio * A, ratio.clamp(1 - clip_eps, 1 + clip_eps) * A
     per_token = -torch.minimum(unclipped, clipped)
     stats = {"ratio_max": ratio.detach().max(), "clipped": ((clipped < unclipped) & action_mask).sum()}

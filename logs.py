@@ -4,9 +4,8 @@ The policy is warm-started on the assistant's turns, the simulator is calibrated
 contexts are cut from them, and the report card is measured on logs that nobody has trained on. A log is
 `{"messages": [{"role", "content"}, ...], "goal"}`; the goal, what the user wanted and knew, may be missing.
 
-Logs are written by the task's scripted human with its logging assistant, or come from a file
-(extras/readers.py). `Data` holds everything that a run learns from and is judged on, and says what is held
-out from what.
+Logs are written by the task's scripted human with its logging assistant, or come from a file. `Data` holds
+everything that a run learns from and is judged on, and says what is held out from what.
 
 Run `python logs.py` to read some logs and to count what the default run has.
 """
@@ -83,10 +82,7 @@ def logged_contexts(logs: list[dict]) -> dict[str, Dialogue]:
 
 
 def split_logs(logs: list[dict], seed: int) -> tuple[list[dict], list[dict]]:
-    """Return four fifths to calibrate on and one fifth for the report card, by whole dialogues.
-
-    Raises: UserError if there are fewer than two.
-    """
+    """Return four fifths to calibrate on and one fifth for the report card, by whole dialogues."""
     if len(logs) < 2:
         raise UserError("one human dialogue is not enough: calibration and report card need one each")
     order = random.Random(draw_key(seed, "split logs")).sample(logs, len(logs))
@@ -95,10 +91,7 @@ def split_logs(logs: list[dict], seed: int) -> tuple[list[dict], list[dict]]:
 
 
 def split_problems(problems: list[Problem], seed: int) -> tuple[list[Problem], list[Problem], list[Problem]]:
-    """Return a file's problems in three parts, 8 : 1 : 1, to train on, to validate and to test.
-
-    Raises: UserError if there are fewer than three.
-    """
+    """Return a file's problems in three parts, 8 : 1 : 1, to train on, to validate and to test."""
     if len(problems) < 3:
         raise UserError(f"--problems holds {len(problems)}: training, validation and test need one each")
     rows = list(problems)
@@ -123,7 +116,7 @@ class Data:
 def make_data(task: Task, config: Config, problems: list[Problem], logs: list[dict]) -> Data:
     """Split `problems` and human `logs`; where they are empty, make problems and write logs.
 
-    Raises: UserError if there are too few, or none that the method can use.
+    Raises: UserError if there are too few, or none that static can use.
     """
     if problems:
         train, validation, test = split_problems(problems, config.seed)

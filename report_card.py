@@ -95,9 +95,8 @@ def script_nll(user: Script, log: dict, chat: Chat) -> Counts:
 
 
 def bootstrap(counts: list[Counts], seed: int, draws: int = 1000) -> list[float]:
-    """Return the ratio of both sums over dialogues, with its 95 % interval over resampled dialogues.
-
-    counts[i] says how many times something happened in dialogue i, and how many times it could have.
+    """Return the share of times that something happened, with its 95 % interval over resampled dialogues;
+    counts[i] says how often it happened in dialogue i, and how often it could have.
     """
     counts = np.asarray(counts, dtype=float)                                                # (dialogues, 2)
     rows = np.random.default_rng(seed).integers(len(counts), size=(draws, len(counts)))
@@ -128,9 +127,9 @@ def report_card(task: Task, logs: list[dict], simulators: dict[str, Transformer]
     """Compare simulators with the human of held-out logs, who may be the task's script.
 
     Every speaker replies in the same contexts: before each of the human's first messages, while the context
-    leaves every simulator room for a reply. `probes` are logs that end in a planted mistake and the human's
-    reply to it; without them, agreement is measured on mistakes in the logs themselves. Return
-    {line: {speaker: [value, low, high]}} with 95 % bootstrap intervals over dialogues.
+    leaves every simulator room for a reply. `probes` end in a planted mistake and the human's reply to it;
+    without them, agreement is measured on mistakes in the logs themselves. Return {line: {speaker: [value,
+    low, high]}} with 95 % bootstrap intervals over dialogues.
 
     Raises: UserError if no context leaves room for a reply.
     """
@@ -152,7 +151,8 @@ def report_card(task: Task, logs: list[dict], simulators: dict[str, Transformer]
 
 
 def print_report_card(card: dict) -> None:
-    speakers = ("human", "naive", "calibrated")
+    speakers = [name for name in ("human", "naive", "calibrated", "overhelpful")
+                if any(name in row for row in card.values())]
     print(f"{'report card':42s}" + "".join(f"{speaker:>22s}" for speaker in speakers))
     for line, row in card.items():
         cells = [f"{row[s][0]:.2f} [{row[s][1]:.2f}, {row[s][2]:.2f}]" if s in row else "-" for s in speakers]
@@ -164,19 +164,16 @@ def main() -> None:
     parser = Parser("Compare the human with the over-helpful user, line by line.")
     parser.add_fields("task", "facts", "seed")
     args = parser.parse_args()
-    task, rows = find_task(args.task), {}
+    task, counts = find_task(args.task), {}
     problems = generate_problems(task, "validation", 200, args.seed, args.facts)
     for speaker in ("human", "overhelpful"):
         for log in write_logs(task, problems, speaker, args.seed, "validation"):
             for m in range(0, len(log["messages"]), 2):
                 found = measure(task, log["goal"], log["messages"][:m], log["messages"][m]["content"])
-                for line, counts in found.items():
-                    rows.setdefault(line, {}).setdefault(speaker, []).append(counts)
-    print(f"{'':42s}{'human':>10s}{'overhelpful':>14s}")
-    for line, row in rows.items():
-        shares = [sum(n for n, _ in row[name]) / sum(of for _, of in row[name])
-                  for name in ("human", "overhelpful")]
-        print(f"{line:42s}{shares[0]:10.2f}{shares[1]:14.2f}")
+                for line, count in found.items():
+                    counts.setdefault(line, {}).setdefault(speaker, []).append(count)
+    print_report_card({line: {name: bootstrap(values, args.seed) for name, values in row.items()}
+                       for line, row in counts.items()})
 
 
 if __name__ == "__main__":

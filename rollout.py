@@ -23,11 +23,9 @@ from torch import Tensor
 from chat import Chat
 from config import Parser, UserError, number, script
 from engine import Engine
-from grpo import advantages
 from logs import print_messages, write_logs
 from model import Transformer
 from sampling import draw_key
-from simulator import KeyboardUser, ModelUser, ScriptedUser
 from tasks import Dialogue, GradingError, Problem, Task, find_task, generate_problems
 
 
@@ -123,58 +121,25 @@ def pad(trajectories: list[Trajectory], device=None) -> tuple[Tensor, Tensor, Te
             torch.tensor(logprobs, device=device))
 
 
-def finished(trajectories: list[Trajectory]) -> list[Trajectory]:
-    """Return the dialogues that did not fail; every mean is over these."""
-    return [t for t in trajectories if t.ended != "failed"]
-
-
-# Dialogues to look at ---------------------------------------------------------------------------------------
-
-def token_rows(group: list[Trajectory], chat: Chat) -> list[dict]:
-    """Return a row per token of a group's first dialogue, as the update sees it: only actions are trained,
-    and every one of them has the dialogue's advantage.
-    """
-    advantage, first = float(advantages(torch.tensor([[t.reward for t in group]]))[0, 0]), group[0]
-    rows, turn, before, marks = [], 0, 0, {*chat.head, *chat.mid, *chat.post, chat.end}
-    for token, action, logprob in zip(first.tokens, first.action_mask, first.logprobs):
-        turn, before = turn + (action > before), action                       # a turn begins with a reply
-        speaker = "assistant" if action else "format" if token in marks else "user"
-        rows.append({"turn": turn, "speaker": speaker, "token": token, "text": chat.decode([token]),
-                     "action": action, "logprob": f"{logprob:.2f}" if action else "",
-                     "advantage": f"{advantage:+.2f}" if action else ""})
-    return rows
-
-
-def print_tokens(group: list[Trajectory], chat: Chat) -> None:
-    print(f"[{group[0].problem.goal}]  rewards of the group: {[t.reward for t in group]}")
-    line = "{turn:>4} {speaker:>9} {token:>6}  {text:20} {action:>6} {logprob:>7} {advantage:>9}"
-    for row in [{name: name for name in token_rows(group, chat)[0]}, *token_rows(group, chat)]:
-        print(line.format(**row))
-
-
-def parse_args():
+@script
+def main() -> None:
+    from extras.dialogue import print_tokens
+    from extras.grader import with_algebra
+    from extras.hf import load_speaker
+    from extras.readers import read_problems
+    from extras.speakers import named_user
     parser = Parser("Read dialogues, or talk to a policy.")
-    parser.add_fields("task", "policy", "simulator", "problems", "horizon", "facts", "max_new_tokens", "device",
-                      "seed")
+    parser.add_fields("task", "policy", "simulator", "problems", "horizon", "facts", "max_new_tokens",
+                      "device", "seed")
     parser.add_argument("--user", choices=("scripted", "naive", "calibrated", "me"), default="scripted",
                         help="who talks with the policy (default: scripted); naive and calibrated are "
                              "--simulator or, without it, the ones of --policy's run")
     parser.add_argument("--count", type=number(int, 1), default=3, help="dialogues (default: 3)")
-    parser.add_argument("--tokens", action="store_true", help="show one dialogue of a group of 8 per token")
+    parser.add_argument("--tokens", nargs="?", const="-", metavar="CSV",
+                        help="show one dialogue of a group of 8 token by token, or write it to a file")
     args = parser.parse_args()
     if not args.policy and (args.user != "scripted" or args.tokens):
-        raise UserError(f"--{'tokens' if args.tokens else f'user {args.user}'} needs --policy")
-    return args
-
-
-@script
-def main() -> None:
-    from extras.endpoint import EndpointUser, is_endpoint
-    from extras.grader import with_algebra
-    from extras.hf import load_speaker
-    from extras.readers import read_problems
-    from extras.speakers import find_simulator
-    args = parse_args()
+        raise UserError("--tokens needs --policy" if args.tokens else f"--user {args.user} needs --policy")
     task = with_algebra(find_task(args.task))
     if args.problems:
         problems = read_problems(args.problems, task)[:args.count]
@@ -186,20 +151,14 @@ def main() -> None:
             print_messages(log["messages"])
         return
     problems = problems[:1] * 8 if args.tokens else problems[:1] if args.user == "me" else problems
-    new, source = args.max_new_tokens or task.max_new_tokens, args.simulator
+    new = args.max_new_tokens or task.max_new_tokens
     policy, chat = load_speaker(args.policy, task.policy_instruction, args.device)
-    if args.user in ("scripted", "me"):
-        user = ScriptedUser(task.human) if args.user == "scripted" else KeyboardUser()
-    elif is_endpoint(source):
-        user = EndpointUser(source, task.simulator_instruction, max_new_tokens=new)
-    else:
-        source = source or find_simulator(args.policy, args.user)
-        user = ModelUser(*load_speaker(source, task.simulator_instruction, args.device), new)
-    keys = [(args.seed, "show", 0, problem.id, i * args.tokens) for i, problem in enumerate(problems)]
+    user = named_user(args.user, args.simulator, args.policy, task, args.device, new)
+    keys = [(args.seed, "show", 0, problem.id, i if args.tokens else 0) for i, problem in enumerate(problems)]
     trajectories = rollout(policy, chat, user, task, problems, keys, horizon=args.horizon or task.horizon,
                            max_new_tokens=new)
     if args.tokens:
-        print_tokens(trajectories, chat)
+        print_tokens(trajectories, chat, args.tokens)
         return
     for t in trajectories:
         if args.user == "me":                          # all but a closing reply has been on the screen

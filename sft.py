@@ -1,10 +1,9 @@
 """Supervised fine-tuning: the loss of the method's first half, and of every warm start.
 
 The negative log-likelihood of some tokens of a dialogue given all before them, -1/n sum_t log p(y_t | y_<t):
-the assistant's when a policy is warm-started, the user's when a simulator is calibrated. What the others said
-is context.
+the assistant's when a policy is warm-started, the user's when a simulator is calibrated. All else is context.
 
-Run `python sft.py` to see how dialogues are packed, and a small model learn one.
+Run `python sft.py` to see a small model learn a dialogue.
 """
 
 import math
@@ -15,9 +14,10 @@ from tqdm import tqdm
 
 from chat import tiny_chat
 from config import Config, UserError, script
-from logprobs import Example, pack, packed_batches, token_logprobs
+from logprobs import Example, packed_batches, token_logprobs
 from model import Transformer, autocast, tiny_config, trainable
 from sampling import draw_key
+
 
 @torch.no_grad()
 def examples_nll(model: Transformer, examples: list[Example],
@@ -94,8 +94,6 @@ def sft(model: Transformer, examples: list[Example], *, steps: int, batch: int, 
 
 @script
 def main() -> None:
-    for rows in pack([60, 20, 45, 30, 80, 35], token_budget=160):
-        print("a micro-batch with the rows", rows)
     chat = tiny_chat()
     example = chat.render([{"role": "user", "content": "how many apples?"},
                            {"role": "assistant", "content": "7 + 5 = 12. #### 12"}])

@@ -6,9 +6,9 @@ together with why a dialogue ends with it, if it does.
 
 1. `ScriptedUser` draws from an explicit distribution. The task's *human* script stands for real people: it
    writes the logs and it is the final test.
-2. `ModelUser` is a language model with flipped roles: its own turns are the user's, and its first message
-   holds the hidden goal. As it comes it is the *naive* simulator: over-helpful and agreeable. Fine-tuned on
-   human logs it is the *calibrated* one (align_sim.py).
+2. `ModelUser` is a language model with flipped roles: its own turns are the user's, and the hidden goal is
+   the first message that it reads. As it comes it is the *naive* simulator, over-helpful and agreeable;
+   fine-tuned on human logs it is the *calibrated* one (align_sim.py).
 3. `KeyboardUser` is you.
 
 Paper: user simulator, with its goal in the prompt (arXiv 2605.26403).
@@ -41,7 +41,6 @@ def split_leave(text: str) -> Reply:
 
 
 def goal_prompt(goal: str | None) -> str:
-    """Return the first message that a simulator reads: its hidden goal, or that none is on record."""
     return goal or "(no goal on record)"
 
 

@@ -7,8 +7,8 @@ of the last reply holds the answer (extras/grader.py compares answers that are w
 
 1. The *human* is vague at first, gives one fact at a time and only the one asked for, is terse, sometimes
    corrects itself, objects to what it sees is wrong, is annoyed by repeats and loses patience.
-2. The *over-helpful* user is what prompted language models are like: everything at the first question,
-   polite, and it agrees with whatever the assistant says.
+2. The *over-helpful* user is what prompted language models are like: polite, tells everything at the first
+   question, and agrees with whatever the assistant says.
 3. The *logging assistant* asks carelessly, answers too early and slips in sums that may be wrong.
 
 Run `python task_math.py` to read what each of them says.
@@ -16,25 +16,26 @@ Run `python task_math.py` to read what each of them says.
 
 import random
 import re
-from functools import lru_cache
 
 from config import UserError, script
-from tasks import (LEAVE, Dialogue, Distribution, Equal, Problem, Task, asked_fact, generate_problems,
-                   normalised, numbers, revealed_facts, split_sentences, states, telling_words, texts, words)
+from tasks import (LEAVE, Dialogue, Distribution, Equal, Problem, Task, asked_fact, facts_of,
+                   generate_problems, last_reply, normalised, numbers, question_of, revealed_facts,
+                   split_sentences, states, telling_words, texts, words)
 
 NAMES = ("Tom", "Anna", "Ben", "Mia", "Sam", "Eva", "Max", "Lily")
 ITEMS = ("apples", "books", "coins", "pens", "cards", "eggs", "shells", "stamps")
-GAINS = ("finds", "buys", "gets", "picks")
-LOSSES = ("gives", "throws")
-LARGEST = 12                                                                        # number in a fact
+GAINS, LOSSES = ("finds", "buys", "gets", "picks"), ("gives", "throws")
+LARGEST = 12                                                        # number in a fact
+SLIPS = (0, 0, 0, 1, -1, 2)                                         # of the logging assistant's sums
+AGREES = "agrees with a wrong sum or fact"                          # a line of the report card
 GREETINGS = ("Hello! Could you please help me?", "Hi!")
 ACCEPTANCES = ("Of course!", "Sure, thank you for asking.")
 THANKS = ("Thank you!", "Thank you so much!")
 # of two whole numbers
 SUM = re.compile(r"(?<![\d.,+*/-])(?<![-+*/] )(\d{1,12}) ?([-+*]) ?(\d{1,12}) ?= ?(\d{1,24})(?![.,]?\d)")
 
-POLICY = ("Help the user with a word problem. Only the user knows the facts: ask for what you need, one thing "
-          "at a time. Then show the sum and end with #### and the number.")
+POLICY = ("Help the user with a word problem. Only the user knows the facts: ask for what you need, one "
+          "thing at a time. Then show the sum and end with #### and the number.")
 SIMULATOR = f"""\
 You are a user who wants help from an AI assistant with a problem. The assistant cannot see the problem,
 so tell it what it needs to know. The problem comes first; all messages after it are the assistant's. Reply as
@@ -77,10 +78,8 @@ def make_row(rng: random.Random, facts: int) -> dict:
     """Make one row: two or three facts in any order, the question, and the answer with its work shown."""
     name, items = rng.choice(NAMES), rng.choice(ITEMS)
     first, more = rng.randint(2, LARGEST), rng.randint(2, LARGEST)
-    total = first + more
-    away = rng.randint(2, min(LARGEST, total - 1)) if facts == 3 else 0
-    told = [f"{name} has {first} {items} at first.",
-            f"{name} {rng.choice(GAINS)} {more} more {items}."]
+    total, away = first + more, rng.randint(2, min(LARGEST, first + more - 1)) if facts == 3 else 0
+    told = [f"{name} has {first} {items} at first.", f"{name} {rng.choice(GAINS)} {more} more {items}."]
     work = f"{first} + {more} = {total}"
     if facts == 3:
         told.append(f"{name} {rng.choice(LOSSES)} {away} {items} away.")
@@ -88,17 +87,6 @@ def make_row(rng: random.Random, facts: int) -> dict:
     rng.shuffle(told)
     return {"question": " ".join([*told, f"How many {items} does {name} have now?"]),
             "answer": f"{work}. #### {total - away}"}
-
-
-@lru_cache(maxsize=100_000)
-def sentences(goal: str) -> tuple[tuple[str, ...], str]:
-    """Return the facts of a goal, and what is asked."""
-    *facts, question = split_sentences(goal)
-    return tuple(facts), question
-
-
-def facts_of(goal: str) -> tuple[str, ...]:
-    return sentences(goal)[0]
 
 
 def marked_answer(text: str) -> str | None:
@@ -137,15 +125,13 @@ def reward(problem: Problem, dialogue: Dialogue, equal: Equal) -> float:
 
     Raises: GradingError if `equal` comes to no verdict.
     """
-    reply = next(message["content"] for message in reversed(dialogue) if message["role"] == "assistant")
-    given = marked_answer(reply)
+    given = marked_answer(last_reply(dialogue))
     return float(given is not None and equal(problem.answer, given))
 
 
 # The two users ----------------------------------------------------------------------------------------------
 
 def result_of(left: str, sign: str, right: str) -> int:
-    """Return what a sum comes to."""
     return {"+": int(left) + int(right), "-": int(left) - int(right), "*": int(left) * int(right)}[sign]
 
 
@@ -184,12 +170,11 @@ def given_fact(fact: str, specific: bool) -> Distribution:
 
 def human(goal: str, dialogue: Dialogue) -> Distribution:
     """Return what the human says next, with probabilities; `LEAVE` means that they leave."""
-    facts, question = sentences(goal)
+    facts, question = facts_of(goal), question_of(goal)
     ask = question[0].lower() + question[1:]
     if not dialogue:
-        outcomes = [(ask, 40), (f"i need help. {ask}", 20), (f"can you help me? {ask}", 15),
-                    ("hi, " + ask, 10)]
-        return normalised(outcomes + [(f"{fact} {ask}", 15 / len(facts)) for fact in facts])
+        return normalised([(ask, 40), (f"i need help. {ask}", 20), (f"can you help me? {ask}", 15),
+                           (f"hi, {ask}", 10), *((f"{fact} {ask}", 15 / len(facts)) for fact in facts)])
     said, revealed = dialogue[-1]["content"], revealed_facts(facts, dialogue[:-1])
     asked, right = asked_fact(facts, said, revealed), objection(facts, said)
     if right:
@@ -205,15 +190,14 @@ def human(goal: str, dialogue: Dialogue) -> Distribution:
     else:
         outcomes = [("ok", 35), ("and?", 20), (f"so {ask}", 35), ("thanks", 5), (LEAVE, 5)]
     turn = sum(message["role"] == "assistant" for message in dialogue)
-    return normalised([*outcomes, (LEAVE, 3.0 * max(0, turn - 4))])                # patience wears thin
+    return normalised([*outcomes, (LEAVE, 3.0 * max(0, turn - 4))])                     # patience wears thin
 
 
 def overhelpful(goal: str, dialogue: Dialogue) -> Distribution:
     """Return what a user says next who is polite, complete and agreeable."""
-    facts, question = sentences(goal)
+    facts, question = facts_of(goal), question_of(goal)
     if not dialogue:
-        return normalised([(f"{greeting} {question} {thanks}", 1) for greeting in GREETINGS
-                           for thanks in THANKS])
+        return normalised([(f"{hello} {question} {thanks}", 1) for hello in GREETINGS for thanks in THANKS])
     said = dialogue[-1]["content"]
     if "?" not in said or SUM.search(said) or objection(facts, said):
         return normalised([(f"{yes} {thanks}", 1) for yes in ("Yes, that is right!", "That sounds right.")
@@ -233,18 +217,17 @@ def known_sum(problem: Problem, revealed: set[int]) -> re.Match | None:
     return first_sum if first_sum and {first_sum[1], first_sum[3]} <= told else None
 
 
-def slipped_sum(first_sum: re.Match, rng: random.Random) -> str:
-    """Return an intermediate result that is wrong half of the time."""
+def off_by(first_sum: re.Match, slip: int) -> str:
+    """Return a sum whose result is off by `slip`."""
     left, sign, right, result = first_sum.groups()
-    return f"{left} {sign} {right} = {int(result) + rng.choice([0, 0, 0, 1, -1, 2])}."
+    return f"{left} {sign} {right} = {int(result) + slip}."
 
 
 def question_about(fact: str) -> str:
     """Return a question about a fact: "Tom finds 5 more apples." -> "How many more apples?"."""
-    match = re.search(r"\d+(?:[.,]\d+)*%?\s+([\w' ]+)", fact)
-    if match:
-        return f"How many {' '.join(match[1].split()[:6])}?"
-    return f"What about {' '.join(fact.rstrip('.').split()[:4])}?"
+    counted = re.search(r"\d+(?:[.,]\d+)*%?\s+([\w' ]+)", fact)
+    return (f"How many {' '.join(counted[1].split()[:6])}?" if counted else
+            f"What about {' '.join(fact.rstrip('.').split()[:4])}?")
 
 
 def guessed_solution(problem: Problem, revealed: set[int], rng: random.Random) -> str:
@@ -275,7 +258,7 @@ def logging_assistant(problem: Problem, dialogue: Dialogue, rng: random.Random) 
         if choice < 0.62:
             return problem.solution
         if choice < 0.90 and first_sum:
-            return f"{slipped_sum(first_sum, rng)} Is that right?"
+            return f"{off_by(first_sum, rng.choice(SLIPS))} Is that right?"
         return rng.choice(["Can you tell me everything?", *(question_about(fact) for fact in facts)])
     ask = question_about(facts[rng.choice(missing)])
     if choice < 0.20:
@@ -285,7 +268,7 @@ def logging_assistant(problem: Problem, dialogue: Dialogue, rng: random.Random) 
     if choice < 0.36:
         return question_about(rng.choice(facts))                           # perhaps one that was told already
     if choice < 0.70 and first_sum:
-        return f"{slipped_sum(first_sum, rng)} {rng.choice([ask, 'Is that right?'])}"
+        return f"{off_by(first_sum, rng.choice(SLIPS))} {rng.choice([ask, 'Is that right?'])}"
     if choice < 0.44 and revealed:                   # no sum to try yet: restates a fact, not always rightly
         fact = facts[rng.choice(sorted(revealed))]
         n = numbers(fact)[0] if numbers(fact) else ""
@@ -297,15 +280,15 @@ def logging_assistant(problem: Problem, dialogue: Dialogue, rng: random.Random) 
 
 def told_at_once(problem: Problem, rng: random.Random) -> Dialogue:
     """Return a dialogue of the whole problem, told more or less politely, and the worked answer."""
-    text = " ".join([rng.choice(("", "", *GREETINGS, *ACCEPTANCES)), problem.goal,
-                     rng.choice(("", *THANKS))]).strip()
-    return [{"role": "user", "content": text}, {"role": "assistant", "content": problem.solution}]
+    before, after = rng.choice(("", "", *GREETINGS, *ACCEPTANCES)), rng.choice(("", *THANKS))
+    return [{"role": "user", "content": f"{before} {problem.goal} {after}".strip()},
+            {"role": "assistant", "content": problem.solution}]
 
 
 # The report card's own lines --------------------------------------------------------------------------------
 
 def stated_facts(facts: tuple[str, ...], said: str, revealed: set[int], text: str) -> tuple[int, int]:
-    """Return how many facts a reply states right and how many it states, in sentences or as a bare number."""
+    """Return how many facts a reply states right and how many it states, in sentences or as a number."""
     stated = [sentence for sentence in split_sentences(text) if numbers(sentence)]
     pairs = [(sentence, fact) for sentence in stated for fact in facts if words(fact) <= words(sentence)]
     if pairs:
@@ -339,13 +322,9 @@ def measures(goal: str | None, context: Dialogue, reply: str) -> dict[str, tuple
 def planted_mistake(problem: Problem, told: Dialogue, rng: random.Random) -> str | None:
     """Return a wrong intermediate result, once the user has told both of its numbers."""
     first_sum = known_sum(problem, revealed_facts(facts_of(problem.goal), told))
-    if first_sum is None:
-        return None
-    left, sign, right, result = first_sum.groups()
-    return f"{left} {sign} {right} = {int(result) + rng.choice([-2, -1, 1, 2])}. Is that right?"
+    return f"{off_by(first_sum, rng.choice([-2, -1, 1, 2]))} Is that right?" if first_sum else None
 
 
-AGREES = "agrees with a wrong sum or fact"
 TASK = Task(make=make_row, parse=parse_row, sizes={3: 200_000, 2: 4_000},     # of 350,000 and 6,000 or so
             human=human, overhelpful=overhelpful, assistant=logging_assistant, told_at_once=told_at_once,
             policy_instruction=POLICY, simulator_instruction=SIMULATOR, human_instruction=HUMAN,
@@ -360,11 +339,11 @@ TASK = Task(make=make_row, parse=parse_row, sizes={3: 200_000, 2: 4_000},     # 
 def main() -> None:
     """Print what either user may say to a question."""
     goal = generate_problems(TASK, "test", 1)[0].goal
-    asked = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": question_about(facts_of(goal)[0])}]
-    print(f"goal: {goal}\nassistant: {asked[-1]['content']}")
+    said = question_about(facts_of(goal)[0])
+    print(f"goal: {goal}\nassistant: {said}")
     for user in (human, overhelpful):
-        for text, probability in user(goal, asked):
-            print(f"{user.__name__:>12}  {probability:.2f}  {text}")
+        for text, p in user(goal, [{"role": "user", "content": ""}, {"role": "assistant", "content": said}]):
+            print(f"{user.__name__:>12}  {p:.2f}  {text}")
 
 
 if __name__ == "__main__":

@@ -51,26 +51,14 @@ class Problem:
     solution: str       # a reply that earns it
 
 
-def check_text(text: str) -> None:
-    """Raise UserError for text that no tokenizer takes: JSON may hold half a surrogate pair."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise UserError(f"not a text: {error.reason} at character {error.start + 1}") from None
-
-
 def texts(row: dict, *names: str) -> list[str]:
-    """Return those of some fields of a row that hold a text.
-
-    Raises: UserError if none does, or if the row is none.
-    """
+    """Return those of some fields of a row that hold a text, or raise UserError if there are none."""
     if not isinstance(row, dict):
         raise UserError(f"expected an object with {' or '.join(names)}, got {type(row).__name__}")
     found = [row[name].strip() for name in names if isinstance(row.get(name), str) and row[name].strip()]
     if not found:
         quoted, given = " or ".join(f"'{name}'" for name in names), [row.get(name) for name in names]
         raise UserError(f"{quoted} must be a text that is not empty, got {given!r:.60}")
-    check_text("".join(found))
     return found
 
 
@@ -93,7 +81,7 @@ class Task:
     # who speaks
     human: Script                           # stands for real people: writes the logs and is the final test
     overhelpful: Script                     # what prompted language models are like; the naive simulator
-    assistant: Callable[[Problem, Dialogue, random.Random], str]        # what people talked to before, in logs
+    assistant: Callable[[Problem, Dialogue, random.Random], str]        # what people talked to, in the logs
     # what language models are told
     policy_instruction: str
     simulator_instruction: str
@@ -105,11 +93,11 @@ class Task:
     reward: Callable[[Problem, Dialogue, Equal], float]                 # of a finished dialogue, 0 to 1
     parse: Callable[[dict, int, Equal], Problem] = parse_row            # a row and its id; raises UserError
     told_at_once: Callable[[Problem, random.Random], Dialogue] = told_at_once       # for the warm start
-    # the report card: (count, out of) of each line of its own, for a user's reply in a context; the goal may
-    # not be on record. A probe is a planted mistake, or None where nothing can be planted yet.
+    # the report card: {line: (count, out of)} of a user's reply in a context, where the goal may be unknown;
+    # a probe is a planted mistake of the assistant, or None where nothing can be planted yet
     measures: Callable[[str | None, Dialogue, str], dict] = lambda goal, context, reply: {}
     probe: Callable[[Problem, Dialogue, random.Random], str | None] = lambda problem, told, rng: None
-    probed: str = ""                                                    # the line that probes are measured for
+    probed: str = ""                                                    # the line that probes measure
     equal: Equal = operator.eq              # of answers; extras/grader.py knows more than one spelling
     paper: dict[str, float] = field(default_factory=dict)               # the paper's score of each method
     score: str = "mean reward"              # what the score is, for the table
@@ -120,10 +108,7 @@ def task_names() -> list[str]:
 
 
 def find_task(name: str) -> Task:
-    """Return the task of task_NAME.py.
-
-    Raises: UserError if there is no such file.
-    """
+    """Return the task of task_NAME.py, or raise UserError if there is no such file."""
     if not re.fullmatch(r"\w+", name) or importlib.util.find_spec(f"task_{name}") is None:
         raise UserError(f"--task {name}: there is no task_{name}.py (there are: {', '.join(task_names())})")
     return importlib.import_module(f"task_{name}").TASK
@@ -143,6 +128,16 @@ def split_sentences(text: str) -> list[str]:
     joined = MATHS.sub(lambda maths: re.sub(r"\s", "_", maths[0]), text)           # no white space, no cut
     cuts = [0, *(end.end() for end in SENTENCE_END.finditer(joined)), len(text)]
     return [text[start:end].strip() for start, end in pairwise(cuts) if text[start:end].strip()]
+
+
+@lru_cache(maxsize=100_000)
+def facts_of(goal: str) -> tuple[str, ...]:
+    """Return the sentences of a goal but the last."""
+    return tuple(split_sentences(goal)[:-1])
+
+
+def question_of(goal: str) -> str:
+    return split_sentences(goal)[-1]
 
 
 def words(text: str) -> frozenset[str]:
@@ -165,7 +160,7 @@ def asked_fact(facts: tuple[str, ...], said: str, revealed: set[int]) -> int | N
     """Return which fact an assistant's question is about, None if nothing is asked or nothing is left.
 
     It is the fact that shares most telling words with the question, an unrevealed one if several share as
-    many. A question that shares no telling word with any fact gets the next unrevealed one.
+    many. If no fact shares any, it is the next unrevealed one.
     """
     question = words(" ".join(sentence for sentence in split_sentences(said) if "?" in sentence))
     if not question:
@@ -196,6 +191,10 @@ def revealed_facts(facts: tuple[str, ...], dialogue: Dialogue) -> set[int]:
     return revealed
 
 
+def last_reply(dialogue: Dialogue) -> str:
+    return next(message["content"] for message in reversed(dialogue) if message["role"] == "assistant")
+
+
 def normalised(outcomes: Distribution) -> Distribution:
     """Merge equal texts and scale the weights to sum to 1."""
     merged = {}
@@ -209,15 +208,11 @@ def normalised(outcomes: Distribution) -> Distribution:
 # Problems ---------------------------------------------------------------------------------------------------
 
 def generate_rows(task: Task, split: str, count: int, seed: int = 0, facts: int | None = None) -> list[dict]:
-    """Make rows of a split, different ones unless the task has too few; splits share none at any seed.
-
-    Raises: UserError if the task cannot make such problems, or hardly so many.
-    """
+    """Make rows of a split, different ones unless the task has too few; splits share none at any seed."""
     rng, seen, rows, misses = random.Random(f"{split} {seed}"), set(), [], 0
-    facts = facts or next(iter(task.sizes))
+    facts, known = facts or next(iter(task.sizes)), " or ".join(map(str, sorted(task.sizes)))
     if facts not in task.sizes:
-        raise UserError(f"problems are generated with {' or '.join(map(str, sorted(task.sizes)))} facts, "
-                        f"not {facts}")
+        raise UserError(f"problems are generated with {known} facts, not {facts}")
     if count > task.sizes[facts]:
         raise UserError(f"at most {task.sizes[facts]:,} problems of {facts} facts can be generated for a "
                         f"split, not {count:,}")
@@ -246,14 +241,13 @@ def main() -> None:
     parser = Parser("See problems and what they reward, or write some as JSONL.")
     parser.add_fields("task", "facts", "seed")
     parser.add_argument("--generate", type=number(int, 1), metavar="N", help="print N problems as JSONL")
-    parser.add_argument("--split", choices=SPLITS, default="train", help="of --generate (default: train)")
+    parser.add_argument("--split", choices=SPLITS, default="train", help="of the problems (default: train)")
     args = parser.parse_args()
-    task = find_task(args.task)
+    task, made = find_task(args.task), (args.split, args.generate or 3, args.seed, args.facts)
     if args.generate:
-        for row in generate_rows(task, args.split, args.generate, args.seed, args.facts):
-            print(json.dumps(row))
+        print("\n".join(map(json.dumps, generate_rows(task, *made))))
         return
-    for problem in generate_problems(task, "test", 3, args.seed, args.facts):
+    for problem in generate_problems(task, *made):
         print(f"goal: {problem.goal}")
         for reply in (problem.solution, "I think that is it."):
             reward = task.reward(problem, [{"role": "assistant", "content": reply}], task.equal)

@@ -15,16 +15,13 @@ reward, optimiser, steps, group sizes and random draws are the same.
 A run writes into --out: config.json, metrics.csv, sft.csv, samples.jsonl, result.json, curves.png, the
 policies in Hugging Face format (policy/ of the method, NAME/policy/ of the others) and both simulators.
 
-With --policy and --simulator the same lines train real language models; --preset gpu and --preset paper name
-some. Presets are sets of defaults: a flag beats a preset, a preset beats a default.
-
+With --policy and --simulator the same lines train real language models.
 Paper: the three methods and their comparison (arXiv 2605.26403).
 """
 
 import copy
 import random
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -39,14 +36,14 @@ from extras.hf import Speaker, save_speaker
 from extras.inputs import check_inputs, load_data
 from extras.lora import add_adapters, reference_of
 from extras.plot import draw_curves, print_table
-from extras.records import (METRICS, append_csv, append_samples, forget_after, interval, mean, peak_rss_mb,
-                            print_row, read_rows, write_json)
+from extras.records import (METRICS, append_csv, append_samples, begin_folder, forget_after, interval, mean,
+                            peak_rss_mb, print_row, read_rows, write_json)
 from extras.speakers import base_policy, frozen_dtype, load_simulators
 from grpo import advantages, agree, update
 from logs import Data, logged_contexts
 from model import Transformer, autocast, trainable
 from report_card import print_report_card, report_card
-from rollout import Trajectory, finished, pad, rollout
+from rollout import Trajectory, pad, rollout
 from sampling import draw_key
 from simulator import ModelUser, ScriptedUser
 from tasks import Problem, Task, find_task
@@ -55,7 +52,7 @@ from tasks import Problem, Task, find_task
 # Reinforcement learning -------------------------------------------------------------------------------------
 
 def the_human(config: Config, task: Task):
-    """Return who tests the policy, and what the method `human` trains against."""
+    """Return who tests the policy, and whom the method `human` trains against."""
     if is_endpoint(config.human):
         return EndpointUser(config.human, task.human_instruction, max_new_tokens=config.max_new_tokens)
     return ScriptedUser(task.human)
@@ -73,16 +70,17 @@ def user_and_contexts(method: str, config: Config, data: Data, simulators: dict[
     return ModelUser(*simulators[method], config.max_new_tokens), None
 
 
-def refuse_failures(trajectories: list[Trajectory], user, largest: float) -> int:
-    """Return how many dialogues failed.
+def without_failed(trajectories: list[Trajectory], user, largest: float) -> list[Trajectory]:
+    """Return the dialogues that did not fail: every mean is over these.
 
-    Raises: EndpointError if their share is above `largest`: what is left is no fair sample.
+    Raises: EndpointError if the share of the others is above `largest`: what is left is no fair sample.
     """
-    failed = len(trajectories) - len(finished(trajectories))
+    finished = [t for t in trajectories if t.ended != "failed"]
+    failed = len(trajectories) - len(finished)
     if failed > largest * len(trajectories):
         raise EndpointError(f"{failed} of {len(trajectories)} dialogues failed, the last because of: "
                             f"{getattr(user, 'last_failure', '') or 'the grader came to no verdict'}")
-    return failed
+    return finished
 
 
 def train_step(step: int, method: str, config: Config, data: Data, chat: Chat, policy: Transformer,
@@ -99,7 +97,7 @@ def train_step(step: int, method: str, config: Config, data: Data, chat: Chat, p
                                horizon=1 if contexts else config.horizon,
                                max_new_tokens=config.max_new_tokens,
                                contexts=[contexts[p.goal] for p in problems] if contexts else None)
-    failed = refuse_failures(trajectories, user, config.max_failed)
+    finished = without_failed(trajectories, user, config.max_failed)
     rewards = torch.tensor([t.reward for t in trajectories], device=config.device).view(-1, G)       # (P, G)
     A = advantages(rewards).flatten()                                                                # (B,)
     tokens, action_mask, old_logprobs = pad(trajectories, config.device)                      # (B, T) each
@@ -110,23 +108,19 @@ def train_step(step: int, method: str, config: Config, data: Data, chat: Chat, p
             stats.append(update(policy, optimiser, tokens[rows], action_mask[rows], old_logprobs[rows],
                                 A[rows], reference=reference, clip_eps=config.clip_eps,
                                 kl_coef=config.kl_coef, token_budget=config.token_budget))
-    counted = finished(trajectories)
-    return {"method": method, "step": step, "reward": mean(t.reward for t in counted), "human_score": None,
-            "turns": mean(t.turns for t in counted), "kl": mean(s["kl"] for s in stats),
+    return {"method": method, "step": step, "reward": mean(t.reward for t in finished), "human_score": None,
+            "turns": mean(t.turns for t in finished), "kl": mean(s["kl"] for s in stats),
             "ratio_max": max(s["ratio_max"] for s in stats), "clip_frac": mean(s["clip_frac"] for s in stats),
             "frac_zero_std": mean(agree(rewards).flatten().tolist()),
             "grad_norm": mean(s["grad_norm"] for s in stats),
             "tokens": int(action_mask.sum()), "seconds": time.perf_counter() - began,
-            "truncated": mean(t.cut > 0 or t.ended == "truncated" for t in counted),
-            "failed": failed}, trajectories
+            "truncated": mean(t.cut > 0 or t.ended == "truncated" for t in finished),
+            "failed": len(trajectories) - len(finished)}, trajectories
 
 
 def against_human(policy: Transformer, chat: Chat, config: Config, task: Task, problems: list[Problem],
                   phase: str) -> list[Trajectory]:
-    """Return a dialogue of the policy with the human about every problem, at temperature 1.
-
-    Raises: EndpointError if too many of them failed.
-    """
+    """Return a dialogue of the policy with the human about every problem, but for those that failed."""
     user, trajectories, B = the_human(config, task), [], config.prompts * config.group_size
     for i in tqdm(range(0, len(problems), B), desc="evaluation", disable=None, leave=False):
         part = problems[i:i + B]
@@ -134,15 +128,12 @@ def against_human(policy: Transformer, chat: Chat, config: Config, task: Task, p
         with autocast(policy.device, config.precision):
             trajectories += rollout(policy, chat, user, task, part, draw_keys, horizon=config.horizon,
                                     max_new_tokens=config.max_new_tokens)
-    refuse_failures(trajectories, user, config.max_failed)
-    return trajectories
+    return without_failed(trajectories, user, config.max_failed)
 
 
 def train_method(method: str, config: Config, data: Data, policy: Transformer, chat: Chat,
                  simulators: dict[str, Speaker], folder: Path) -> None:
-    """Train `policy` in place; write a row of metrics per step, evaluate and checkpoint every `eval_every`
-    steps, and when servers or grader give up.
-    """
+    """Train `policy` in place; evaluate and checkpoint every `eval_every` steps and when servers give up."""
     reference = reference_of(policy).to(frozen_dtype(config))
     optimiser = torch.optim.AdamW(trainable(policy), lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0,
                                   fused=True)
@@ -166,7 +157,7 @@ def train_method(method: str, config: Config, data: Data, policy: Transformer, c
             if due:
                 evaluated = against_human(policy, chat, config, data.task,
                                           data.validation[:config.eval_problems], "validation")
-                row["human_score"] = mean(t.reward for t in finished(evaluated))
+                row["human_score"] = mean(t.reward for t in evaluated)
                 append_samples(out / "samples.jsonl", method, step,
                                trajectories[:2 * config.group_size:config.group_size] + evaluated[:2])
         except EndpointError as error:                         # the step is kept all the same
@@ -185,15 +176,13 @@ def score(policy: Transformer, chat: Chat, method: str, config: Config, data: Da
     """Return a policy's score against the human on the test problems, as in result.json."""
     trajectories = against_human(policy, chat, config, data.task, data.test[:config.test_problems], "test")
     append_samples(Path(config.out) / "samples.jsonl", method, config.steps, trajectories[:5])
-    counted = finished(trajectories)
-    rewards = [t.reward for t in counted]
+    rewards = [t.reward for t in trajectories]
     tqdm.write(f"{method}: {mean(rewards):.3f} against the human on {len(rewards)} test problems")
-    return {"score": mean(rewards), "ci": interval(rewards), "turns": mean(t.turns for t in counted)}
+    return {"score": mean(rewards), "ci": interval(rewards), "turns": mean(t.turns for t in trajectories)}
 
 
 def run(config: Config, data: Data) -> dict:
     """Do what the configuration asks for; return what result.json holds."""
-    out = Path(config.out)
     methods = METHODS if config.method == "all" else tuple(dict.fromkeys(("base", config.method)))
     methods = ("evaluated",) if config.evaluate else methods
     base, chat = base_policy(config, data)
@@ -211,7 +200,7 @@ def run(config: Config, data: Data) -> dict:
     for method in methods:
         started, trains = time.perf_counter(), method not in ("base", "evaluated")
         policy = copy.deepcopy(base) if trains and method != methods[-1] else base    # the last may change it
-        folder = out if method == config.method else out / method
+        folder = Path(config.out) if method == config.method else Path(config.out) / method
         if trains:
             if config.lora_rank:
                 add_adapters(policy, config.lora_rank, draw_key(config.seed, "policy adapters"))
@@ -230,19 +219,15 @@ def main(argv: list[str] | None = None) -> None:
     config = complete(config, task)
     check_inputs(config)
     data = load_data(config, task)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{out} cannot be made: {error.strerror}") from None
-    write_json(out / "config.json", asdict(config))
+    begin_folder(config)
     try:
         result = run(config, data)
     except torch.OutOfMemoryError:
         raise UserError("out of memory: lower --token-budget (update) or --prompts (rollout)") from None
     result |= {"seconds": time.perf_counter() - began, "peak_rss_mb": peak_rss_mb()}
     write_json(out / "result.json", result)
-    base = result["methods"].get("base")
-    draw_curves(read_rows(out / "metrics.csv"), out / "curves.png", base and base["score"])
+    draw_curves(read_rows(out / "metrics.csv"), out / "curves.png",
+                result["methods"].get("base", {}).get("score"), task.score)
     comparable = config.preset == "tiny" and not (config.problems or config.evaluate)
     print_table(result["methods"], task.paper, config.task if comparable else "", task.score)
     minutes, peak = result["seconds"] / 60, result["peak_rss_mb"]

@@ -31,9 +31,10 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnec
 from urllib.parse import urlsplit
 
 from config import Parser, UserError, script
+from extras.readers import check_text
 from sampling import draw_key
 from simulator import Reply, goal_prompt, simulator_messages, split_leave
-from tasks import LEAVE, Dialogue, check_text, find_task, generate_problems
+from tasks import LEAVE, Dialogue, find_task, generate_problems
 
 BUSY = (408, 409, 425, 429)                             # statuses worth another try, like all from 500 on
 REFUSED = (401, 403, 404)                               # statuses that every other dialogue would get too

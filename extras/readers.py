@@ -1,6 +1,6 @@
 """Rows and human logs from files: JSONL, JSON lists, data sets of the Hugging Face hub.
 
-    read_problems("gsm8k.jsonl", task)    read_problems("hf:openai/gsm8k:test", task)    read_logs("chats.jsonl")
+    read_problems("gsm8k.jsonl", task)  read_problems("hf:openai/gsm8k:test", task)  read_logs("chats.jsonl")
 
 What a row must hold is for the task to say (`Task.parse`). Whatever cannot be read is named with its file
 and line.
@@ -9,7 +9,15 @@ and line.
 import json
 
 from config import UserError
-from tasks import Problem, Task, check_text
+from tasks import Problem, Task
+
+
+def check_text(text: str) -> None:
+    """Raise UserError for text that no tokenizer takes: JSON may hold half a surrogate pair."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UserError(f"not a text: {error.reason} at character {error.start + 1}") from None
 
 
 def read_text(path: str) -> str:
@@ -92,7 +100,9 @@ def read_problems(path: str, task: Task) -> list[Problem]:
     problems = []
     for place, row in read_rows(path):
         try:
-            problems.append(task.parse(row, len(problems), task.equal))
+            problem = task.parse(row, len(problems), task.equal)
+            check_text(problem.goal + problem.answer + problem.solution)
+            problems.append(problem)
         except UserError as error:
             raise UserError(f"{place}: {error}") from None
     return problems

@@ -9,11 +9,12 @@ import math
 import os
 import resource
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 from tqdm import tqdm
 
-from config import Parser, UserError, script
+from config import Config, Parser, UserError, script
 from extras.figures import read_csv
 from logs import print_messages
 from rollout import Trajectory
@@ -62,6 +63,16 @@ def write_json(path: Path, value) -> None:
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     os.replace(partial, path)
+
+
+def begin_folder(config: Config) -> None:
+    """Make the folder of a run and write its configuration there."""
+    out = Path(config.out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{out} cannot be made: {error.strerror}") from None
+    write_json(out / "config.json", asdict(config))
 
 
 def append_csv(path: Path, columns: tuple[str, ...], rows: list[dict]) -> None:

@@ -13,7 +13,7 @@ import torch
 from align_sim import calibrate, naive_simulator
 from chat import tiny_chat
 from config import Config, is_embedded
-from extras.endpoint import is_endpoint
+from extras.endpoint import EndpointUser, is_endpoint
 from extras.hf import Speaker, load_speaker, save_speaker
 from extras.lora import add_adapters
 from extras.records import log_losses
@@ -21,6 +21,8 @@ from logs import Data, warm_start_dialogues
 from model import Transformer, tiny_config
 from sampling import draw_key
 from sft import sft
+from simulator import KeyboardUser, ModelUser, ScriptedUser
+from tasks import Task
 
 
 def kept(config: Config, name: str, phase: str, make: Callable[[], tuple[Speaker, list[float]]]) -> str:
@@ -107,3 +109,16 @@ def find_simulator(policy: str, name: str) -> str:
     """Return the folder of a run's simulator from that of its policy: out/policy or out/METHOD/policy."""
     candidates = [run / f"simulator_{name}" for run in Path(policy).resolve().parents[:2]]
     return str(next((folder for folder in candidates if folder.is_dir()), candidates[0]))
+
+
+def named_user(name: str, source: str, policy: str, task: Task, device: str, max_new_tokens: int):
+    """Return the user that `python rollout.py --user NAME` stands for: scripted, me, naive or calibrated.
+
+    A simulator without a `source` is that of the policy's run.
+    """
+    if name in ("scripted", "me"):
+        return ScriptedUser(task.human) if name == "scripted" else KeyboardUser()
+    if is_endpoint(source):
+        return EndpointUser(source, task.simulator_instruction, max_new_tokens=max_new_tokens)
+    speaker = load_speaker(source or find_simulator(policy, name), task.simulator_instruction, device)
+    return ModelUser(*speaker, max_new_tokens)

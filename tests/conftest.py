@@ -1,4 +1,4 @@
-"""Shared by all tests: a small untrained model that speaks the embedded tokenizer, and a fake server."""
+"""Shared by all tests: a small untrained model with the embedded tokenizer, dialogues, and a fake server."""
 
 import json
 import os
@@ -30,6 +30,11 @@ def model(chat):
     """In float64, so that agreement can be asked for to 1e-9."""
     return Transformer(tiny_config(vocab_size=chat.vocab_size, hidden_size=32, intermediate_size=64,
                                    head_dim=8), seed=1).double()
+
+
+def say(*texts):
+    """A dialogue of these messages: the user's, the assistant's, the user's, and so on."""
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
 
 
 def completion(text, finish="stop"):

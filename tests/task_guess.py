@@ -1,9 +1,8 @@
 """A whole task in one file: the policy guesses a number from 1 to 20 that the user has in mind."""
 
 import random
-import re
 
-from tasks import Dialogue, Distribution, Equal, Problem, Task, numbers
+from tasks import Dialogue, Distribution, Equal, Problem, Task, last_reply, numbers
 
 NAMES = ("Tom", "Anna", "Ben", "Mia", "Sam", "Eva", "Max", "Lily", "Ida", "Leo")
 
@@ -42,8 +41,7 @@ def assistant(problem: Problem, dialogue: Dialogue, rng: random.Random) -> str:
 
 
 def reward(problem: Problem, dialogue: Dialogue, equal: Equal) -> float:
-    said = next(m["content"] for m in reversed(dialogue) if m["role"] == "assistant")
-    return float(re.fullmatch(rf"You think of {problem.answer}\.", said) is not None)
+    return float(last_reply(dialogue) == f"You think of {problem.answer}.")
 
 
 TASK = Task(make=make, sizes={1: 10_000}, human=human, overhelpful=overhelpful, assistant=assistant,

@@ -1,12 +1,13 @@
-"""What bench.py compares does the same work on both sides."""
+"""What extras/bench.py compares does the same work on both sides."""
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import bench
-from bench import (our_dialogues, packed_step, padded_step, plain_update, rollout_floor, script,
-                   their_dialogues, write_csv)
+from extras import bench
+from extras.bench import (our_dialogues, packed_step, padded_step, plain_update, random_texts,
+                          their_dialogues, write_csv)
+from extras.floor import rollout_floor
 from grpo import update
 from model import Transformer, tiny_config
 
@@ -52,11 +53,12 @@ def test_both_sides_of_a_rollout_sample_tokens_until_they_stop(stops):
     model = Transformer(CONFIG).eval()
     theirs = AutoModelForCausalLM.from_config(CONFIG).eval()
     theirs.load_state_dict(model.state_dict())
-    openings, messages = script(CONFIG, 3, 2, (4, 9), (2, 5))
+    openings, messages = random_texts(CONFIG, 3, 2, (4, 9), (2, 5))
     counts = (our_dialogues(model, openings, messages, 6, "fp32", stops),
               their_dialogues(theirs, openings, messages, 6, stops))
     assert counts == (36, 36) if not stops else all(6 <= count < 36 for count in counts)
-    assert [len(ids) for ids in openings] == [len(ids) for ids in script(CONFIG, 3, 2, (4, 9), (2, 5))[0]]
+    again = random_texts(CONFIG, 3, 2, (4, 9), (2, 5))[0]
+    assert [len(ids) for ids in openings] == [len(ids) for ids in again]                 # and neither changed
 
 
 def test_the_floor_of_a_rollout_by_hand():

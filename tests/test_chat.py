@@ -2,7 +2,9 @@
 
 import pytest
 
-from chat import END, USER, tiny_chat
+from chat import END, RANKS, USER, tiny_chat
+from config import UserError
+from extras.tokenizer import build_ranks, tokenizer_corpus
 
 TEXTS = ["how many apples does Tom have now?", "4, no wait, 5 more books", "7 + 5 = 12. #### 12", "",
          " two  spaces ", "Grüße, 你好 🙂", "a\nb\tc\r\n", "1234567 and 0.5 and $3,000", "\x00\x01"]
@@ -76,8 +78,6 @@ def test_roles_that_do_not_take_turns_are_refused(chat, roles):
 
 
 def test_the_committed_ranks_are_what_the_documented_command_builds(tmp_path, chat):
-    from chat import RANKS, build_ranks
-    from logs import tokenizer_corpus
     build_ranks(tokenizer_corpus(), tmp_path / "ranks")
     assert (tmp_path / "ranks").read_bytes() == RANKS.read_bytes()
     assert tiny_chat(tmp_path / "ranks").encode("Tom finds 5") == chat.encode("Tom finds 5")
@@ -86,5 +86,5 @@ def test_the_committed_ranks_are_what_the_documented_command_builds(tmp_path, ch
 @pytest.mark.parametrize("content", ("", "YQ== 0\n", "no base64\n", "a\n", "\u00e9 1\n"))
 def test_a_file_that_is_no_vocabulary_is_refused_by_name(tmp_path, content):
     (tmp_path / "ranks").write_text(content, encoding="utf-8")
-    with pytest.raises(ValueError, match="ranks is not a tokenizer"):
+    with pytest.raises(UserError, match="ranks is not a tokenizer"):
         tiny_chat(tmp_path / "ranks")

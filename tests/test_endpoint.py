@@ -13,18 +13,23 @@ import time
 import pytest
 from conftest import completion
 
-import endpoint
-from endpoint import (HUMAN_USER, LARGEST, NAIVE_USER, EndpointError, EndpointUser, HurriedSocket, Unusable,
-                      backoff, is_endpoint, parse_endpoint, read_reply)
-from simulator import LEAVE
-from tasks import generate_problems
+from config import UserError
+from extras import endpoint
+from extras.endpoint import (LARGEST, EndpointError, EndpointUser, HurriedSocket, Unusable, backoff,
+                             is_endpoint, parse_endpoint, read_reply)
+from task_math import TASK
+from tasks import LEAVE, generate_problems
 
 KEY = "sk-secret-0123456789"
 
 
+def goals(n):
+    return [problem.goal for problem in generate_problems(TASK, "test", n)]
+
+
 def make_user(server, n=1, **options):
     user = EndpointUser(server.address, "Play a user.", **{"pause": 0.001, "retries": 2, **options})
-    user.begin(generate_problems("test", n), list(range(n)))
+    user.begin(goals(n), list(range(n)))
     return user
 
 
@@ -48,7 +53,7 @@ def test_only_the_first_hash_separates_the_address_from_the_model():
     "http://[::1/v1#m", "http://ho st/v1#m", "http://me:pass@host/v1#m", "http://host/v1?a=b#m",
     "http://hôst/v1#m", "http://host\n/v1#m"))
 def test_an_address_that_cannot_be_one_is_refused_with_an_example(address):
-    with pytest.raises(ValueError, match="looks like http://127.0.0.1:8000/v1#model") as caught:
+    with pytest.raises(UserError, match="looks like http://127.0.0.1:8000/v1#model") as caught:
         parse_endpoint(address)
     assert "\n" not in str(caught.value)
 
@@ -57,8 +62,8 @@ def test_an_address_that_cannot_be_one_is_refused_with_an_example(address):
 
 def test_the_instruction_and_the_goal_come_first_and_the_roles_are_flipped(server):
     user = make_user(server)
-    problem, dialogue = user.problems[0], [{"role": "user", "content": "hi"},
-                                           {"role": "assistant", "content": "Hello?"}]
+    problem, = generate_problems(TASK, "test", 1)
+    dialogue = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Hello?"}]
     assert user.reply([0], [dialogue]) == [("hello", None)]
     assert server.headers[0]["path"] == "/v1/chat/completions"
     assert server.requests[0]["messages"] == [
@@ -118,7 +123,7 @@ def test_no_more_calls_than_allowed_run_at_once_and_results_keep_their_order(ser
     assert 1 < most[0] <= 3
 
 
-@pytest.mark.parametrize("instruction", (NAIVE_USER, HUMAN_USER))
+@pytest.mark.parametrize("instruction", (TASK.simulator_instruction, TASK.human_instruction))
 def test_both_instructions_say_how_to_leave_and_end_where_the_goal_follows(instruction):
     assert instruction.count(LEAVE) == 1 and instruction.endswith("The problem:")
 
@@ -173,7 +178,7 @@ def test_an_answer_without_a_reply_is_asked_for_again_with_another_seed(server, 
 
 def test_a_dialogue_fails_when_all_tries_are_used_up_and_the_others_go_on(server):
     user = make_user(server, n=3)
-    goal = user.problems[1].goal
+    goal = user.goals[1]
     server.script = lambda request, handler: (
         (500, {"error": "out of\nmemory"}) if goal in request["messages"][0]["content"] else "hello")
     assert user.reply([0, 1, 2], [[]] * 3) == [("hello", None), ("", "failed"), ("hello", None)]
@@ -207,7 +212,7 @@ def test_the_end_of_the_run_does_not_wait_for_dialogues_that_pause(server):
         paused.wait(5)
         return 401, {}
     server.script, paused, user, start = script, threading.Event(), make_user(server, n=2), time.monotonic()
-    goal = user.problems[0].goal
+    goal = user.goals[0]
     with pytest.raises(EndpointError):
         user.reply([0, 1], [[], []])
     assert time.monotonic() - start < 10
@@ -227,7 +232,7 @@ def test_nobody_listening_fails_the_dialogue_and_the_check():
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))                         # bound but not listening: refuses
         user = EndpointUser(f"http://127.0.0.1:{unused.getsockname()[1]}/v1#m", "", retries=1, pause=0.001)
-        user.begin(generate_problems("test", 1), [0])
+        user.begin(goals(1), [0])
         assert user.reply([0], [[]]) == [("", "failed")] and "refused" in user.last_failure
         with pytest.raises(EndpointError, match="refused"):
             user.check()
@@ -237,7 +242,7 @@ def test_nobody_listening_fails_the_dialogue_and_the_check():
 def test_a_host_name_that_cannot_be_one_fails_the_dialogue(host):
     for scheme in ("http", "https"):
         user = EndpointUser(f"{scheme}://{host}/v1#m", "", retries=0)
-        user.begin(generate_problems("test", 1), [0])
+        user.begin(goals(1), [0])
         assert user.reply([0], [[]]) == [("", "failed")] and user.last_failure
 
 
@@ -365,7 +370,7 @@ def test_a_key_in_a_broken_status_line_is_in_no_message(server, monkeypatch):
 @pytest.mark.parametrize("key", ("sk-\nsecret", "sk secret", "sk-sécret"))
 def test_a_key_that_no_header_can_hold_is_refused_without_showing_it(server, monkeypatch, key):
     monkeypatch.setenv("OPENAI_API_KEY", key)
-    with pytest.raises(ValueError, match="OPENAI_API_KEY") as caught:
+    with pytest.raises(UserError, match="OPENAI_API_KEY") as caught:
         make_user(server)
     assert "cret" not in str(caught.value)
 
@@ -394,7 +399,8 @@ def test_the_check_names_what_is_wrong(server, status, body, named):
 
 
 def test_the_script_checks_a_server_and_shows_how_it_opens(server, monkeypatch, capsys):
-    server.script = lambda request, handler: "hi" if NAIVE_USER in request["messages"][0]["content"] else "hm"
+    server.script = lambda request, handler: (
+        "hi" if TASK.simulator_instruction in request["messages"][0]["content"] else "hm")
     monkeypatch.setattr(sys, "argv", ["endpoint.py", server.address])
     endpoint.main()
     assert capsys.readouterr().out.splitlines()[1:] == ["naive: hi", "human: hm"]

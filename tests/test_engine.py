@@ -6,29 +6,29 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import Gemma3TextConfig, Qwen2Config
+from transformers import Gemma3TextConfig
 
 import engine as engine_module
 from cache import KVCache
-from engine import Engine, can_reorder, reordered
+from engine import Engine
 from grpo import advantages, update
 from logprobs import token_logprobs
-from lora import add_adapters, trainable
-from model import Transformer, autocast, tiny_config
+from model import Transformer, tiny_config
 from rollout import pad, rollout
 from sampling import sample, uniform
 from simulator import ModelUser
+from task_math import TASK
 from tasks import generate_problems
 
 TEXTS = ("hi", "how many apples?", "x y z", "I have 7 apples at first. I give 3 apples away.", "", "no")
 
 
-def simple_loop(model, stops, tokens, key, max_new_tokens):
+def simple_loop(model, stops, tokens, draw_key, max_new_tokens):
     """One dialogue, one token after the other, everything read again for each: what the engine must equal."""
     tokens = list(tokens)
     for _ in range(min(max_new_tokens, model.config.max_position_embeddings - len(tokens))):
         logits = model.logits(model(torch.tensor([tokens]))[:, -1])
-        token, _ = sample(logits, uniform(torch.tensor([key]), torch.tensor([len(tokens)])))
+        token, _ = sample(logits, uniform(torch.tensor([draw_key]), torch.tensor([len(tokens)])))
         tokens.append(token.item())
         if tokens[-1] in stops:
             break
@@ -122,48 +122,6 @@ def test_a_token_loop_whose_shapes_stay_fixed_says_the_same(model, chat, family,
     assert fixed.tokens == eager.tokens and len(steps) > 10
 
 
-def wide_model(kind):
-    """A model that is wide enough to be reordered; biases are Qwen2's, adapters have small matrices."""
-    sizes = dict(vocab_size=300, hidden_size=256, intermediate_size=320, num_hidden_layers=2,
-                 num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64)
-    model = Transformer(Qwen2Config(**sizes) if kind == "biases" else tiny_config(**sizes, head_dim=64))
-    if kind == "adapters":
-        add_adapters(model, 4, seed=0)
-    generator = torch.Generator().manual_seed(1)
-    for name, parameter in model.named_parameters():
-        if name.endswith(("bias", "expand")):
-            torch.nn.init.normal_(parameter, std=0.02, generator=generator)
-    return model
-
-
-@pytest.mark.parametrize("precision, close", (("fp32", 1e-4), ("bf16", 0.05)))
-@pytest.mark.parametrize("kind", ("llama", "biases", "adapters"))
-@torch.no_grad()
-def test_reordered_weights_compute_the_same(kind, precision, close):
-    """And an engine with them records the log-probabilities that the model itself computes."""
-    model = wide_model(kind)
-    tokens = torch.randint(300, (3, 9), generator=torch.Generator().manual_seed(3))
-    with autocast(model.device, precision):
-        if not can_reorder(model.compute_dtype):
-            pytest.skip("this machine's oneDNN takes no reordered weights of the type")
-        fast = reordered(model)
-        expected, found = (m.logits(m(tokens)) for m in (model, fast))
-        assert fast is not model and fast.model.embed_tokens.weight is model.model.embed_tokens.weight
-        assert torch.allclose(found, expected, atol=close * expected.abs().max())
-        engine = Engine(model, SimpleNamespace(stop_ids={7}), tokens.tolist(), [1, 2, 3], max_new_tokens=20)
-        engine.reply()
-        for ids, mask, logprobs in zip(engine.tokens, engine.action_mask, engine.logprobs):
-            again = token_logprobs(model, torch.tensor([ids]), torch.tensor([mask]))[0]
-            assert torch.allclose(again, torch.tensor(logprobs), atol=10 * close)
-
-
-def test_small_models_and_float64_are_not_reordered(model):
-    small = copy.deepcopy(model).float()
-    assert reordered(model) is model and reordered(small) is small
-    wide = wide_model("llama").double()
-    assert reordered(wide) is wide
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_cuda_graph_says_what_the_eager_loop_says(chat):
     model = Transformer(tiny_config(vocab_size=chat.vocab_size)).double().cuda()
@@ -185,13 +143,14 @@ def test_memory_stays_flat_over_fifty_steps(chat):
     model = Transformer(tiny_config(chat.vocab_size, hidden_size=16, intermediate_size=16,
                                     num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1))
     user = ModelUser(copy.deepcopy(model), chat, 4)
-    optimiser, problems = torch.optim.AdamW(model.parameters(), lr=1e-3), generate_problems("train", 2) * 2
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    problems = generate_problems(TASK, "train", 2) * 2
     held = []
     for step in range(50):
-        keys = [(0, "train", step, problem.id, i) for i, problem in enumerate(problems)]
-        trajectories = rollout(model, chat, user, problems, keys, horizon=2, max_new_tokens=4)
-        A = advantages(torch.tensor([[0.0, 1.0], [1.0, 0.0]])).flatten()
-        update(model, optimiser, *pad(trajectories), A)
+        draw_keys = [(0, "train", step, problem.id, i) for i, problem in enumerate(problems)]
+        trajectories = rollout(model, chat, user, TASK, problems, draw_keys, horizon=2, max_new_tokens=4)
+        update(model, optimiser, *pad(trajectories),
+               advantages(torch.tensor([[0.0, 1.0], [1.0, 0.0]])).flatten())
         del trajectories, user.engine
         if step in (4, 49):
             gc.collect()

@@ -25,7 +25,7 @@ from extras.hf import load_model
 from extras.records import interval
 from logs import logged_contexts, make_data, warm_start_dialogues, write_logs
 from report_card import measure
-from rollout import Trajectory, finished, rollout
+from rollout import Trajectory, rollout
 from sft import sft
 from simulator import ModelUser, ScriptedUser, simulator_messages
 from task_math import TASK, facts_of, marked_answer
@@ -365,12 +365,11 @@ def test_mean_turns_and_scores_leave_failed_dialogues_out(model, chat, tmp_path,
     ends = [(1.0, "answer", 4), (math.nan, "failed", 1), (0.0, "horizon", 5)]
     trajectories = [Trajectory(problem, [], [], [], [], reward, ended, turns, 0)
                     for reward, ended, turns in ends]
-    monkeypatch.setattr(train, "against_human", lambda *arguments: trajectories)
-    config = complete(parse_config(["--out", str(tmp_path)]), TASK)
-    data = SimpleNamespace(task=TASK, test=[])
+    monkeypatch.setattr(train, "rollout", lambda *arguments, **options: trajectories)
+    config = complete(parse_config(["--out", str(tmp_path), "--max-failed", "0.5"]), TASK)
+    data = SimpleNamespace(task=TASK, test=[problem] * 3)
     found = train.score(model, chat, "human", config, data)
     assert (found["score"], found["turns"]) == (0.5, 4.5) and found["ci"] == interval([1.0, 0.0])
-    assert finished(trajectories) == trajectories[::2]
 
 
 def test_each_number_of_a_metrics_row_is_what_the_glossary_says(run):

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from grpo import advantages, micro_batches, policy_loss, update
+from grpo import advantages, policy_loss, update
 from logprobs import token_logprobs
 from model import Transformer, tiny_config
 
@@ -134,19 +134,6 @@ def test_the_size_of_micro_batches_does_not_change_the_gradient():
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
     assert all(torch.allclose(g, gradients[0], rtol=1e-9, atol=1e-12)
                for g in gradients) and gradients[0].abs().sum() > 0
-
-
-def test_micro_batches_hold_every_dialogue_once_and_keep_to_the_budget():
-    """Lengths 3, 9, 4, 9, a budget of 18: two of nine, then two padded to four. A budget of 1: one each."""
-    lengths = torch.tensor([3, 9, 4, 9])
-    assert [sorted(part.tolist()) for part in micro_batches(lengths, 18)] == [[1, 3], [0, 2]]
-    assert [len(part) for part in micro_batches(lengths, 1)] == [1] * 4
-    lengths = torch.randint(1, 60, (50,), generator=torch.Generator().manual_seed(0))
-    for budget in (1, 59, 200, 10_000):
-        parts = micro_batches(lengths, budget)
-        assert torch.cat(parts).sort().values.tolist() == list(range(50))
-        for part in parts:
-            assert len(part) == 1 or len(part) * lengths[part].max() <= budget
 
 
 def test_the_first_step_after_a_rollout_has_ratio_one_and_clips_nothing_and_the_second_does_not():

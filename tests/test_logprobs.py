@@ -1,12 +1,14 @@
 """Chunked log-probabilities are those of all logits at once, and packed dialogues do not see each other."""
 
+import random
+
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import Gemma3TextConfig
 
 import logprobs as logprobs_module
-from logprobs import ChosenLogprobs, token_logprobs
+from logprobs import ChosenLogprobs, micro_batches, pack, token_logprobs
 from model import Transformer, autocast, tiny_config
 
 V, D = 97, 12
@@ -159,3 +161,32 @@ def test_under_autocast_log_probabilities_come_in_fp32_and_near_the_exact_ones()
         rounded = token_logprobs(model, tokens, mask)
     assert rounded.dtype == torch.float32 and torch.allclose(rounded, exact, atol=0.1)
     assert not torch.equal(rounded, exact)
+
+
+# Rows of a forward pass -------------------------------------------------------------------------------------
+
+def test_micro_batches_hold_every_dialogue_once_and_keep_to_the_budget():
+    """Lengths 3, 9, 4, 9, a budget of 18: two of nine, then two padded to four. A budget of 1: one each."""
+    lengths = torch.tensor([3, 9, 4, 9])
+    assert [sorted(part.tolist()) for part in micro_batches(lengths, 18)] == [[1, 3], [0, 2]]
+    assert [len(part) for part in micro_batches(lengths, 1)] == [1] * 4
+    lengths = torch.randint(1, 60, (50,), generator=torch.Generator().manual_seed(0))
+    for budget in (1, 59, 200, 10_000):
+        parts = micro_batches(lengths, budget)
+        assert torch.cat(parts).sort().values.tolist() == list(range(50))
+        for part in parts:
+            assert len(part) == 1 or len(part) * lengths[part].max() <= budget
+
+
+def test_packing_puts_every_example_into_one_row_and_keeps_to_the_budget():
+    """The example of `pack`, and 200 random ones: no row longer than the longest of its micro-batch."""
+    assert pack([2, 5, 3, 4, 1], 10) == [[[1], [3, 4]], [[2], [0]]]
+    rng = random.Random(0)
+    for _ in range(200):
+        lengths, budget = [rng.randint(1, 60) for _ in range(rng.randint(1, 40))], rng.randint(1, 300)
+        batches = pack(lengths, budget)
+        assert sorted(i for rows in batches for row in rows for i in row) == list(range(len(lengths)))
+        for rows in batches:
+            longest = max(lengths[i] for row in rows for i in row)
+            assert all(sum(lengths[i] for i in row) <= longest for row in rows)
+            assert len(rows) * longest <= max(budget, longest)

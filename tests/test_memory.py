@@ -1,14 +1,14 @@
-"""What memory.py counts on fake tensors, against a small model that is really trained."""
+"""What extras/memory.py counts on fake tensors, against a small model that is really trained."""
 
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from cache import KVCache
-from memory import MODELS, cache_bytes, run_bytes, size, training_bytes
+from extras.lora import add_adapters
+from extras.memory import MODELS, cache_bytes, run_bytes, size, training_bytes
 from logprobs import token_logprobs
-from lora import add_adapters, trainable
-from model import Transformer, autocast, tiny_config
+from model import Transformer, autocast, tiny_config, trainable
 
 CONFIG = tiny_config(3000, hidden_size=128, intermediate_size=256, num_hidden_layers=3)
 SHAPE = dict(dialogues=3, tokens=50, actions=20)
@@ -50,7 +50,7 @@ def test_the_cache_is_counted_with_a_second_one_for_half_of_the_dialogues():
 
 
 def test_full_training_of_the_papers_policy_does_not_fit_where_adapters_do():
-    """Gemma-3-4B in full needs 16 bytes a parameter, 62 GB, before simulator, reference and activations."""
+    """Gemma-3-4B in full needs 16 bytes per parameter, 62 GB, before simulator, reference and activations."""
     shape = dict(simulator_lora_rank=32, dialogues=64, token_budget=4096, tokens=2000, actions=800)
     policy, simulator = MODELS["Gemma-3-4B"], MODELS["Qwen2.5-7B"]
     full, adapters = (max(run_bytes(policy, simulator, lora_rank=rank, **shape).values()) for rank in (0, 32))

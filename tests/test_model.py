@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from cache import GROWTH, KVCache
+from extras.hf import load_model, save_model
 from logprobs import token_logprobs
 from model import Transformer, tiny_config
-from weights import load_model, save_model
 
 SMALL = dict(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, head_dim=8, max_position_embeddings=64)
@@ -93,5 +93,3 @@ def test_padding_on_the_right_changes_nothing():
                                     1), torch.tensor([[0, 1, 1, 1, 1, 0, 0, 0]])
     assert torch.allclose(token_logprobs(model, tokens, mask),
                           token_logprobs(model, padded, padded_mask)[:, :5], atol=1e-12)
-
-

@@ -2,22 +2,23 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from test_templates import CHATML, tokenizer
-
-import train
-from chat import template_chat
-from config import OWN, Config, parse_config
-from endpoint import EndpointUser
+from config import OWN, Config, complete, parse_config
 from engine import SHARED
+from extras.endpoint import EndpointUser
+from extras.hf import load_model, load_speaker, save_speaker, template_chat
+from extras.inputs import load_data
+from extras.speakers import base_policy, load_simulators
 from model import Transformer, tiny_config
 from rollout import graded, rollout
 from simulator import ScriptedUser
-from tasks import generate_problems
+from task_math import TASK
+from tasks import GradingError, generate_problems
 from train import main
-from weights import load_model, load_speaker, save_speaker
 
 SMALL = ("--sft-steps 3 --calibration-steps 3 --steps 2 --eval-every 1 --eval-problems 4 --card-dialogues 4 "
          "--test-problems 6 --train-problems 20 --prompts 2 --group-size 2 --max-new-tokens 6 "
@@ -36,7 +37,7 @@ def own(tmp_path_factory):
 
 @pytest.mark.parametrize("options",
                          ("", "--precision bf16", "--lora-rank 2 --simulator-lora-rank 2 --lr 1e-2",
-                                     "--warm-start --facts 2", "--precision bf16 --lora-rank 2"))
+                          "--warm-start --facts 2", "--precision bf16 --lora-rank 2"))
 def test_a_model_of_ones_own_runs_end_to_end(own, tmp_path, options):
     main(["--policy", own, "--simulator", own, "--out", str(tmp_path / "run"), *SMALL, *options.split()])
     result = json.loads((tmp_path / "run" / "result.json").read_text())
@@ -49,10 +50,10 @@ def test_a_model_of_ones_own_runs_end_to_end(own, tmp_path, options):
 
 
 def test_the_policy_is_told_what_to_do_and_the_simulator_to_be_a_user(own, tmp_path):
-    config = parse_config(["--policy", own, "--out", str(tmp_path / "run"), *SMALL])
-    data = train.load_data(config)
-    policy, chat = train.base_policy(config, data)
-    simulator = train.load_simulators(config, data, ("naive",))["naive"][1]     # the policy's model, prompted
+    config = complete(parse_config(["--policy", own, "--out", str(tmp_path / "run"), *SMALL]), TASK)
+    data = load_data(config, TASK)
+    policy, chat = base_policy(config, data)
+    simulator = load_simulators(config, data, ("naive",))["naive"][1]     # the policy's model, prompted
     assert "Help the user with a word problem." in chat.decode(list(chat.head))
     assert "You are a user who wants help" in simulator.decode(list(simulator.head))
 
@@ -64,10 +65,10 @@ def test_recorded_log_probabilities_equal_recomputed_ones_under_autocast(own):
     from model import autocast
     from rollout import pad
     model, chat = load_speaker(own)
-    problems = generate_problems("train", 8)
+    problems = generate_problems(TASK, "train", 8)
     with autocast(model.device, "bf16"):
-        trajectories = rollout(model, chat, ScriptedUser(), problems, [(0, p.id) for p in problems],
-                               horizon=2, max_new_tokens=12)
+        trajectories = rollout(model, chat, ScriptedUser(TASK.human), TASK, problems,
+                               [(0, p.id) for p in problems], horizon=2, max_new_tokens=12)
     tokens, mask, recorded = pad(trajectories)
     with autocast(model.device, "bf16"):
         again = token_logprobs(model, tokens, mask)
@@ -79,11 +80,11 @@ def test_a_beginning_that_is_read_once_for_all_changes_no_dialogue(own):
     """Alone a dialogue reads its instruction itself; among others it gets a copy of what was read once."""
     model, chat = load_speaker(own, "Ask for what is missing, one thing at a time, and then answer.")
     assert len(chat.head) > SHARED
-    problems, keys = generate_problems("train", 5), [(0, i) for i in range(5)]
+    problems, keys = generate_problems(TASK, "train", 5), [(0, i) for i in range(5)]
     options = dict(horizon=2, max_new_tokens=8)
-    together = rollout(model.double(), chat, ScriptedUser(), problems, keys, **options)
+    together = rollout(model.double(), chat, ScriptedUser(TASK.human), TASK, problems, keys, **options)
     for t, problem, key in zip(together, problems, keys):
-        alone, = rollout(model, chat, ScriptedUser(), [problem], [key], **options)
+        alone, = rollout(model, chat, ScriptedUser(TASK.human), TASK, [problem], [key], **options)
         assert alone.tokens == t.tokens
 
 
@@ -106,7 +107,7 @@ class FailingUser(ScriptedUser):
     last_failure = "http://host: no answer"
 
     def __init__(self, turn):
-        super().__init__()
+        super().__init__(TASK.human)
         self.turn = turn
 
     def reply(self, rows, dialogues):
@@ -116,23 +117,22 @@ class FailingUser(ScriptedUser):
 
 @pytest.mark.parametrize("turn", (0, 1))
 def test_a_failed_dialogue_has_no_reward_and_leaves_the_others_untouched(model, chat, turn):
-    problems = generate_problems("train", 3)
-    keys = [(0, p.id) for p in problems]
-    failed, *others = rollout(model, chat, FailingUser(turn), problems, keys, horizon=2, max_new_tokens=4)
+    problems = generate_problems(TASK, "train", 3)
+    keys, options = [(0, p.id) for p in problems], dict(horizon=2, max_new_tokens=4)
+    failed, *others = rollout(model, chat, FailingUser(turn), TASK, problems, keys, **options)
     assert failed.ended == "failed" and math.isnan(failed.reward)
-    expected = rollout(model, chat, ScriptedUser(), problems, keys, horizon=2, max_new_tokens=4)[1:]
+    _, *expected = rollout(model, chat, ScriptedUser(TASK.human), TASK, problems, keys, **options)
     for ours, theirs in zip(others, expected, strict=True):
         assert (ours.tokens, ours.reward, ours.ended) == (theirs.tokens, theirs.reward, theirs.ended)
 
 
-def test_a_grader_that_fails_is_no_reward_of_0(monkeypatch):
-    import rollout as module
-    problem = generate_problems("train", 1)[0]
+def test_a_grader_that_fails_is_no_reward_of_0():
+    problem = generate_problems(TASK, "train", 1)[0]
 
     def give_up(*_):
-        raise module.GradingError("too long")
-    monkeypatch.setattr(module, "reward", give_up)
-    reward, ended = graded(problem, [{"role": "assistant", "content": "#### 5"}], "answer")
+        raise GradingError("too long")
+    unsure = replace(TASK, equal=give_up)
+    reward, ended = graded(unsure, problem, [{"role": "assistant", "content": "#### 5"}], "answer", 1)
     assert math.isnan(reward) and ended == "failed"
 
 
@@ -153,8 +153,7 @@ def quick(init):
 
 
 def test_a_server_that_breaks_down_stops_the_run_which_continues_to_the_same_end(own, tmp_path, server,
-                                                                                 capsys,
-                                                                                  monkeypatch):
+                                                                                 capsys, monkeypatch):
     monkeypatch.setattr(EndpointUser, "__init__", quick(EndpointUser.__init__))
     arguments = ["--policy", own, "--simulator", server.address, "--method", "naive", *SMALL]
     server.script = works = lambda request, handler: f"it's {request['seed'] % 7}"

@@ -198,14 +198,15 @@ def test_a_rows_draw_does_not_depend_on_its_batch(sampler, monkeypatch):
     """Nor on the chunk that it is taken in, here of two rows."""
     monkeypatch.setattr(sampling, "CHUNK", 1000)
     logits = torch.randn(32, 400, generator=torch.Generator().manual_seed(0))
-    keys, positions = torch.tensor([draw_key(i) for i in range(32)]), torch.arange(32)
-    together = sampler(logits, uniform(keys, positions), 1.0)[0]
+    draw_keys, positions = torch.tensor([draw_key(i) for i in range(32)]), torch.arange(32)
+    together = sampler(logits, uniform(draw_keys, positions), 1.0)[0]
     for row in range(32):
-        alone = sampler(logits[row:row + 1], uniform(keys[row:row + 1], positions[row:row + 1]), 1.0)[0]
+        u = uniform(draw_keys[row:row + 1], positions[row:row + 1])
+        alone = sampler(logits[row:row + 1], u, 1.0)[0]
         assert alone.item() == together[row].item()
 
 
-def test_uniforms_are_uniform_along_keys_and_along_positions():
+def test_uniforms_are_uniform_along_draw_keys_and_along_positions():
     """1,000 bins, 100,000 draws: chi-square has mean 999 and standard deviation 45; 300 from the mean is
     6.7 of them.
     """
@@ -216,9 +217,9 @@ def test_uniforms_are_uniform_along_keys_and_along_positions():
         assert abs(chi_square(torch.histc(u, 1000, 0, 1), torch.full((1000,), 100.0)) - 999) < 300
 
 
-def test_different_parts_of_a_key_give_different_streams():
-    keys = {draw_key(seed, phase, step, problem, sample, speaker)
-            for seed in range(2) for phase in ("train", "test") for step in range(3) for problem in range(3)
-            for sample in range(3) for speaker in ("policy", "user")}
-    assert len(keys) == 2 * 2 * 3 * 3 * 3 * 2
+def test_different_parts_of_a_draw_key_give_different_streams():
+    draw_keys = {draw_key(seed, phase, step, problem, sample, speaker)
+                 for seed in range(2) for phase in ("train", "test") for step in range(3)
+                 for problem in range(3) for sample in range(3) for speaker in ("policy", "user")}
+    assert len(draw_keys) == 2 * 2 * 3 * 3 * 3 * 2
     assert draw_key(1, 23) != draw_key(12, 3)

@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shift_theory import (Dialogue, bound, compare, context_laws, derailment, exponent, expected_return,
-                          random_pair, random_slacks, recurrence, tv)
+from extras.shift_tables import exponent, random_slacks
+from shift_theory import (Dialogue, bound, compare, context_laws, derailment, expected_return, random_pair,
+                          recurrence, tv)
 
 SCRIPT = Path(__file__).parent.parent / "shift_theory.py"
 

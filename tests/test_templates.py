@@ -6,12 +6,15 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from chat import load_chat, template_chat
+from conftest import say
+
+from config import UserError
+from extras.hf import load_chat, load_speaker, save_speaker, template_chat
 from model import Transformer, tiny_config
 from rollout import rollout
 from simulator import ScriptedUser
+from task_math import TASK
 from tasks import generate_problems
-from weights import load_speaker, save_speaker
 
 CHATML = """{%- if messages[0].role != 'system' -%}
 <|im_start|>system\nYou are a small assistant.<|im_end|>\n{% endif -%}
@@ -71,10 +74,6 @@ def tokenizer(template):
     backend.add_tokens([AddedToken("<think>", normalized=False), AddedToken("</think>", normalized=False)])
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", bos_token="<bos>",
                                    pad_token="<eos>", chat_template=template)
-
-
-def say(*texts):
-    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
 
 
 @pytest.fixture(params=FAMILIES)
@@ -150,7 +149,7 @@ PLAIN = ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 def test_a_template_that_cannot_keep_a_literal_prefix_is_refused(tmp_path, template, message):
     tokenizer(template).save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(tiny_config(300).to_json_string())
-    with pytest.raises(ValueError, match=message) as error:
+    with pytest.raises(UserError, match=message) as error:
         load_chat(tmp_path)
     assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
 
@@ -162,7 +161,7 @@ def test_a_tokenizer_that_reads_control_tokens_in_texts_is_refused():
     state["model"]["vocab"]["<|im_end|>"] = len(state["model"]["vocab"])
     state |= {"pre_tokenizer": None, "model": state["model"] | {"ignore_merges": True}}
     backend = Tokenizer.from_str(json.dumps(state))
-    with pytest.raises(ValueError, match="reads '<|im_end|>' in a text as a control token"):
+    with pytest.raises(UserError, match="reads '<|im_end|>' in a text as a control token"):
         template_chat(PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=CHATML))
 
 
@@ -173,9 +172,9 @@ def test_a_saved_speaker_loads_with_its_stop_ids_and_talks(tmp_path):
     save_speaker(tmp_path / "it", model, chat)
     model, again = load_speaker(str(tmp_path / "it"), "Ask.")
     assert again.stop_ids == chat.stop_ids and again.encode("he said") == chat.encode("he said")
-    problems = generate_problems("train", 4)
-    trajectories = rollout(model, again, ScriptedUser(), problems, [(0, p.id) for p in problems], horizon=2,
-                           max_new_tokens=5)
+    problems = generate_problems(TASK, "train", 4)
+    trajectories = rollout(model, again, ScriptedUser(TASK.human), TASK, problems,
+                           [(0, problem.id) for problem in problems], horizon=2, max_new_tokens=5)
     assert all(t.tokens[:len(again.head)] == list(again.head) for t in trajectories)
 
 
@@ -185,7 +184,7 @@ def test_stop_tokens_that_cannot_be_read_are_refused_and_missing_ones_are_not(tm
     save_speaker(tmp_path / "it", Transformer(tiny_config(300)), chat)
     stops = tmp_path / "it" / "generation_config.json"
     stops.write_text("{")
-    with pytest.raises(ValueError, match="stop tokens that cannot be read"):
+    with pytest.raises(UserError, match="stop tokens that cannot be read"):
         load_chat(str(tmp_path / "it"))
     stops.unlink()
     assert 7 not in load_chat(str(tmp_path / "it")).stop_ids
@@ -193,7 +192,7 @@ def test_stop_tokens_that_cannot_be_read_are_refused_and_missing_ones_are_not(tm
 
 def test_a_vocabulary_larger_than_the_head_is_refused(tmp_path):
     save_speaker(tmp_path / "it", Transformer(tiny_config(100)), template_chat(tokenizer(CHATML)))
-    with pytest.raises(ValueError, match="its tokenizer has .* tokens, its model scores for 100"):
+    with pytest.raises(UserError, match="its tokenizer has .* tokens, its model scores for 100"):
         load_speaker(str(tmp_path / "it"))
 
 
@@ -201,5 +200,5 @@ def test_a_model_without_a_tokenizer_is_refused(tmp_path):
     save_speaker(tmp_path / "it", Transformer(tiny_config(300)), template_chat(tokenizer(CHATML)))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "it" / name).unlink()
-    with pytest.raises(ValueError, match="has no tokenizer that can be read"):
+    with pytest.raises(UserError, match="has no tokenizer that can be read"):
         load_speaker(str(tmp_path / "it"))

@@ -6,23 +6,21 @@ import re
 import shlex
 import subprocess
 import sys
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
 import torch
 
-from chat import load_chat
-from weights import load_model
-from plot import METHODS
-from config import parse_config
-from records import METRICS
+from config import METHODS, parse_config
+from extras.hf import load_chat, load_model
+from extras.records import METRICS
 from train import main
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["--sft-steps", "6", "--calibration-steps", "4", "--steps", "2", "--eval-every", "1",
-         "--eval-problems", "5",
-         "--test-problems", "8", "--train-problems", "40", "--prompts", "4", "--group-size", "2",
-         "--max-new-tokens", "6", "--horizon", "2"]
+         "--eval-problems", "5", "--test-problems", "8", "--train-problems", "40", "--prompts", "4",
+         "--group-size", "2", "--max-new-tokens", "6", "--horizon", "2"]
 
 
 def rows(path, drop=()):
@@ -49,8 +47,8 @@ def test_a_run_writes_the_files_that_scripts_rely_on(finished):
     assert set(result) == {"task", "seed", "horizon", "methods", "report_card", "seconds", "peak_rss_mb"}
     assert list(result["methods"]) == list(METHODS)
     for value in result["methods"].values():
-        assert set(value) == {"score", "ci", "turns",
-                              "seconds"} and value["ci"][0] <= value["score"] <= value["ci"][1]
+        assert set(value) == {"score", "ci", "turns", "seconds"}
+        assert value["ci"][0] <= value["score"] <= value["ci"][1]
     assert all(set(row) == {"human", "naive", "calibrated"} for row in result["report_card"].values())
     for line in (finished / "samples.jsonl").read_text().splitlines():
         sample = json.loads(line)
@@ -75,7 +73,7 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another(finished, tmp
     assert rows(tmp_path / "other" / "metrics.csv", drop=("seconds",)) != first
     weights = [load_model(f).lm_head.weight
                for f in (finished / "calibrated" / "policy", tmp_path / "again" / "policy",
-                                                      tmp_path / "other" / "policy")]
+                         tmp_path / "other" / "policy")]
     assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
 
 
@@ -120,7 +118,7 @@ def test_problems_and_logs_of_ones_own_are_used(tmp_path):
     main(["--problems", str(tmp_path / "problems.jsonl"), "--human-logs", str(tmp_path / "logs.jsonl"),
           "--out", str(tmp_path / "run"), *SMALL])
     result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert "facts revealed a reply" not in result["report_card"]
+    assert "facts revealed per reply" not in result["report_card"]
     assert "Jo has" in (tmp_path / "run" / "samples.jsonl").read_text()
 
 
@@ -142,10 +140,14 @@ def test_a_short_training_run_raises_the_reward(tmp_path):
     assert sum(rewards[-3:]) / 3 > rewards[0] + 0.1, rewards
 
 
-BAD = [("--taks math", "unrecognized arguments: --taks"), ("--task poetry", "invalid choice: 'poetry'"),
+BAD = [("--taks math", "unrecognized arguments: --taks"),
+       ("--task poetry", "--task poetry: there is no task_poetry.py (there are: math)"),
        ("--method best", "invalid choice: 'best'"), ("--steps x", "invalid int value: 'x'"),
-       ("--horizon 0", "--horizon must be at least 1"),
-       ("--group-size 1", "--group-size must be at least 2"), ("--lr nan", "--lr must be at least 0"),
+       ("--horizon 0", "argument --horizon: must be at least 1, got 0"),
+       ("--group-size 1", "argument --group-size: must be at least 2, got 1"),
+       ("--lr nan", "argument --lr: must be at least 0, got nan"),
+       ("--max-failed 1", "argument --max-failed: must be below 1, got 1.0"),
+       ("--facts 4", "2 or 3 facts, not 4"),
        ("--problems none.jsonl", "none.jsonl"),
        ("--problems EMPTY", "is empty"), ("--problems BROKEN", "line 1: not JSON"),
        ("--human-logs none.jsonl", "none.jsonl"),
@@ -194,7 +196,7 @@ def test_an_out_folder_that_exists_or_cannot_be_made_is_refused(tmp_path, capsys
 
 
 def commands(readme):
-    """Every `python X.py ...` line of the README's code blocks."""
+    """Every `python X.py ...` and `python -m extras.X ...` of the README's code blocks."""
     for block in re.findall(r"```(?:sh|bash)?\n(.*?)```", readme.replace("\\\n", " "), re.S):
         for line in block.splitlines():
             command = re.sub(r"^([A-Z_]+=\S+ )*", "", line).split("  #")[0].strip()
@@ -203,18 +205,24 @@ def commands(readme):
 
 
 def test_the_readmes_map_names_every_file():
-    table = (ROOT / "README.md").read_text(encoding="utf-8").split("## The files, in reading order")[1]
-    table = table.split("\n## ")[0]
-    assert [path.name for path in ROOT.glob("*.py") if f"`{path.name}`" not in table] == []
+    section = (ROOT / "README.md").read_text(encoding="utf-8").split("\n## The map")[1].split("\n## ")[0]
+    names = {path.name for path in (*ROOT.glob("*.py"), *ROOT.glob("extras/*.py"))} - {"__init__.py"}
+    assert [name for name in sorted(names) if not re.search(rf"\b{re.escape(name)}\b", section)] == []
+
+
+@lru_cache
+def help_of(*script):
+    return subprocess.run([sys.executable, *script, "--help"], capture_output=True, text=True, check=True,
+                          cwd=ROOT, stdin=subprocess.DEVNULL).stdout
 
 
 @pytest.mark.parametrize("command", sorted(set(commands((ROOT / "README.md").read_text(encoding="utf-8")))))
 def test_every_command_in_the_readme_parses(command):
     """train.py's are parsed for real; of the other scripts every flag must be one that --help knows."""
-    _, script, *arguments = shlex.split(command)
-    if script == "train.py":
-        parse_config(arguments)
-    elif script != "-m":
-        help = subprocess.run([sys.executable, ROOT / script, "--help"], capture_output=True, text=True,
-                              check=True).stdout
-        assert all(word in help for word in arguments if word.startswith("--"))
+    _, *words = shlex.split(command)
+    if words[0] == "train.py":
+        parse_config(words[1:])
+    elif words[0] != "-m" or words[1].startswith("extras."):
+        script, arguments = (words[:2], words[2:]) if words[0] == "-m" else (words[:1], words[1:])
+        assert all(word in help_of(*script) for word in arguments if word.startswith("--"))
+        assert (ROOT / (script[-1].replace("extras.", "extras/").removesuffix(".py") + ".py")).is_file()

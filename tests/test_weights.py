@@ -10,10 +10,12 @@ from transformers import (AutoModelForCausalLM, BertConfig, Gemma3Config, Gemma3
                           Gemma3TextConfig, LlamaConfig, Qwen2Config, Qwen3Config)
 
 from cache import KVCache
+from config import UserError
+from extras.checkpoint import load_checkpoint, save_checkpoint
+from extras.hf import load_model, save_model
+from extras.lora import Adapter, add_adapters, reference_of
 from logprobs import token_logprobs
-from lora import Adapter, add_adapters, reference_of, trainable
-from model import Transformer
-from weights import load_checkpoint, load_model, save_checkpoint, save_model
+from model import Transformer, trainable
 
 SMALL = dict(vocab_size=90, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
              num_key_value_heads=2, head_dim=12, max_position_embeddings=128, bos_token_id=None,
@@ -148,7 +150,7 @@ def llama(**options):
 def test_what_we_do_not_compute_is_refused_by_name_before_any_weight_is_read(tmp_path, config, message):
     if config is not None:
         (tmp_path / "config.json").write_text(config)
-    with pytest.raises(ValueError, match=message) as error:
+    with pytest.raises(UserError, match=message) as error:
         load_model(tmp_path)
     assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
 
@@ -156,7 +158,7 @@ def test_what_we_do_not_compute_is_refused_by_name_before_any_weight_is_read(tmp
 @pytest.mark.parametrize("source", ("nowhere", "no where/at all", "missing.gguf", "tests/missing", __file__))
 def test_a_path_that_is_no_model_is_refused_without_asking_the_hub(source, monkeypatch):
     monkeypatch.chdir(Path(__file__).parent.parent)
-    with pytest.raises(ValueError, match="is not a model: no folder, no .gguf file and no id as"):
+    with pytest.raises(UserError, match="is not a model: no folder, no .gguf file and no id as"):
         load_model(source)
 
 
@@ -165,14 +167,14 @@ def test_a_checkpoint_that_lacks_weights_is_refused_instead_of_filled_with_noise
     weights = load_file(tmp_path / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match="lacks weights: model.layers.1.mlp.up_proj.weight"):
+    with pytest.raises(UserError, match="lacks weights: model.layers.1.mlp.up_proj.weight"):
         load_model(tmp_path)
 
 
 def test_a_damaged_checkpoint_is_refused(tmp_path):
     save_model(Transformer(CONFIGS["llama"]), tmp_path)
     (tmp_path / "model.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes()[:-100])
-    with pytest.raises(ValueError, match="is not a model that loads"):
+    with pytest.raises(UserError, match="is not a model that loads"):
         load_model(tmp_path)
 
 

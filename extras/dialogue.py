@@ -1,0 +1,44 @@
+"""One dialogue as the update sees it: token by token, what was said by whom, and what is trained.
+
+`python rollout.py --policy out/policy --tokens` prints it; with a file behind `--tokens` it writes the CSV
+that `python -m extras.plot` draws.
+"""
+
+from pathlib import Path
+
+import torch
+
+from chat import Chat
+from config import UserError
+from extras.plot import write_csv
+from grpo import advantages
+from rollout import Trajectory
+
+
+def token_rows(group: list[Trajectory], chat: Chat) -> list[dict]:
+    """Return a row per token of a group's first dialogue, as the update sees it: only actions are trained,
+    and every one of them has the dialogue's advantage.
+    """
+    advantage, first = float(advantages(torch.tensor([[t.reward for t in group]]))[0, 0]), group[0]
+    rows, turn, before, marks = [], 0, 0, {*chat.head, *chat.mid, *chat.post, chat.end}
+    for token, action, logprob in zip(first.tokens, first.action_mask, first.logprobs):
+        turn, before = turn + (action > before), action                       # a turn begins with a reply
+        speaker = "assistant" if action else "format" if token in marks else "user"
+        rows.append({"turn": turn, "speaker": speaker, "token": token, "text": chat.decode([token]),
+                     "action": action, "logprob": f"{logprob:.2f}" if action else "",
+                     "advantage": f"{advantage:+.2f}" if action else ""})
+    return rows
+
+
+def print_tokens(group: list[Trajectory], chat: Chat, path: str) -> None:
+    """Print the rows, or write them to a CSV file if `path` is not "-"."""
+    if path != "-":
+        try:
+            write_csv(Path(path), token_rows(group, chat))
+        except OSError as error:
+            raise UserError(f"{path} cannot be written: {error.strerror}") from None
+        return
+    print(f"[{group[0].problem.goal}]  rewards of the group: {[t.reward for t in group]}")
+    line = "{turn:>4} {speaker:>9} {token:>6}  {text:20} {action:>6} {logprob:>7} {advantage:>9}"
+    for row in [{name: name for name in token_rows(group, chat)[0]}, *token_rows(group, chat)]:
+        print(line.format(**row))
