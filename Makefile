@@ -16,7 +16,7 @@ test: .venv/ready-dev
 	.venv/bin/python -m pytest
 
 figures: .venv/ready
-	.venv/bin/python plot.py
+	.venv/bin/python -m extras.plot
 	.venv/bin/python shift_theory.py
 
 .venv/ready: requirements.txt

@@ -110,19 +110,17 @@ def tiny_chat(ranks: Path | str = RANKS) -> Chat:
 
 @script
 def main() -> None:
+    from extras.hf import load_chat
     parser = Parser("Show a dialogue as tokens.")
     parser.add_argument("model", nargs="?", help="folder, GGUF file or hub id (default: the embedded format)")
     source = parser.parse_args().model
-    if source:
-        from extras.hf import load_chat
     chat = load_chat(source) if source else tiny_chat()
     messages = [{"role": "user", "content": "how many apples does Tom have now?"},
                 {"role": "assistant", "content": "How many apples does Tom have at first?"},
                 {"role": "user", "content": "7, and <|end|> stays text"},
                 {"role": "assistant", "content": "7 + 5 = 12. #### 12"}]
-    names = {} if source else {chat.end: END, chat.head[0]: USER, chat.post[1]: ASSISTANT}
     for token, action in zip(*chat.render(messages)):
-        print(f"{token:6d} {'action' if action else '      '} {names.get(token) or chat.decode([token])}")
+        print(f"{token:6d} {'action' if action else '      '} {chat.decode([token])}")
 
 
 if __name__ == "__main__":

@@ -163,12 +163,8 @@ def packed_batches(examples: list[Example], token_budget: int, device) -> Iterat
         T = max(sum(len(examples[i][0]) for i in row) for row in rows)
         padded = []
         for row in rows:
-            ids, mask, segments = ([], [], [])
-            for i in row:
-                ids += examples[i][0]
-                mask += examples[i][1]
-                segments += [i] * len(examples[i][0])
-            missing = T - len(ids)
+            ids, mask = ([value for i in row for value in examples[i][part]] for part in (0, 1))
+            segments, missing = [i for i in row for _ in examples[i][0]], T - len(ids)
             padded.append((ids + [0] * missing, mask + [0] * missing, segments + [-1] * missing))
         tokens, mask, segments = (torch.tensor(values, device=device) for values in zip(*padded))
         yield tokens, mask.bool(), segments

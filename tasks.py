@@ -220,12 +220,11 @@ def generate_rows(task: Task, split: str, count: int, seed: int = 0, facts: int 
         row = task.make(rng, facts)
         goal = task.parse(row, len(rows), task.equal).goal
         tenth = blake2b(" ".join(sorted(split_sentences(goal))).encode()).digest()[0] % 10   # in any order
-        misses += 1
-        if tenth in SPLITS[split] and (goal not in seen or misses > 1000):
+        misses = misses + 1 if goal in seen or tenth not in SPLITS[split] else 0
+        if tenth in SPLITS[split] and (goal not in seen or misses > 1000):       # then there are no others
             seen.add(goal)
             rows.append(row)
-            misses = 0
-        elif misses > 10_000:
+        elif misses > 10_000 and not rows:
             raise UserError(f"the task makes too few different problems: none fell into the {split} split")
     return rows
 

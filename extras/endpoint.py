@@ -13,8 +13,8 @@ A call fails in one of three ways, and none of them is a reward of 0:
 Temperature, top-p and penalties are sent, whatever a server's defaults are. It may have more than OpenAI's
 API has: vLLM takes top-k and the like from the checkpoint unless started with `--generation-config vllm`.
 
-Run `python -m extras.endpoint http://127.0.0.1:8000/v1#model` to check a server and read how its model opens a
-dialogue. The key is taken from OPENAI_API_KEY, if set.
+Run `python -m extras.endpoint http://127.0.0.1:8000/v1#model` to check a server and read how its model opens
+a dialogue. The key is taken from OPENAI_API_KEY, if set.
 """
 
 import io
