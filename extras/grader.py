@@ -7,7 +7,7 @@ Algebra on what a policy writes may never end, as `9^{9^{9}}` does not, and math
 the main thread only. So
 
 1. `too_costly` refuses answers that are too long or grow too large: they are wrong, and no algebra is done;
-2. all else goes to one worker, a line of JSON a check: nothing is pickled, nothing is evaluated as Python;
+2. all else goes to one worker, one line of JSON per check: nothing is pickled or evaluated as Python;
 3. a watchdog ends the worker at the deadline, and the next check starts another. Nobody knows then whether
    the answer was right, which is a `GradingError` and not a reward of 0.
 

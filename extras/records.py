@@ -70,9 +70,9 @@ def begin_folder(config: Config) -> None:
     out = Path(config.out)
     try:
         out.mkdir(parents=True, exist_ok=True)
+        write_json(out / "config.json", asdict(config))
     except OSError as error:
         raise UserError(f"{out} cannot be made: {error.strerror}") from None
-    write_json(out / "config.json", asdict(config))
 
 
 def append_csv(path: Path, columns: tuple[str, ...], rows: list[dict]) -> None:

@@ -49,7 +49,7 @@ def show(horizons: list[int], eps: float) -> dict:
     every = [r["gap"] for r in runs]
     last = [compare(*derailment(eps), H, terminal=True)["gap"] for H in horizons]
     on_track = [bound(1, 0, np.full(H, eps), np.zeros(H)) for H in horizons]
-    table(f"1. Derailment, eps = {eps:g} a turn",
+    table(f"1. Derailment, eps = {eps:g} per turn",
           "H gap derailing_law on-track_law ratio Delta_{H-1} coupling",
           [(H, r["gap"], r["bound"], b, b / r["gap"], r["shift"][-1], r["coupling"][-1])
            for H, r, b in zip(horizons, runs, on_track)])
