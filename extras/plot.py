@@ -51,8 +51,10 @@ def read_run(run: Path, prefix: str) -> tuple[list[dict], list[dict], list[dict]
         result = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
-    missing = set(METHODS) - set(result.get("methods", {}) if isinstance(result, dict) else {})
-    everything = isinstance(result, dict) and prefix == f"{result.get('task')}_"
+    result = result if isinstance(result, dict) else {}
+    methods = result.get("methods")
+    missing = set(METHODS) - set(methods if isinstance(methods, dict) else ())
+    everything = prefix == f"{result.get('task')}_"
     if missing and everything or len(missing) == len(METHODS):
         raise UserError(f"{run} is not a finished run" + (" of --method all" if everything else ""))
     try:
@@ -81,6 +83,9 @@ def record(runs: list[str], prefix: str) -> None:
 
 
 def write_csv(path: Path, rows: list[dict]) -> None:
+    """Write rows that have the same columns; without rows there is nothing to write."""
+    if not rows:
+        return
     with open(path, "w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()

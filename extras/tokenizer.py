@@ -14,7 +14,7 @@ from pathlib import Path
 from chat import PATTERN, RANKS
 from config import Parser, script
 from logs import write_logs
-from tasks import LEAVE, find_task, generate_problems, task_names
+from tasks import LEAVE, Task, find_task, generate_problems
 
 NUMBERS, MERGES = 100, 420                        # numbers below it are one token; merges learned
 
@@ -56,21 +56,20 @@ def build_ranks(texts: list[str], path: Path | str = RANKS) -> int:
     return len(tokens)
 
 
-def tokenizer_corpus() -> list[str]:
-    """Return the texts that the embedded tokenizer is learned on: logs and goals of every task."""
-    said, goals = [], []
-    for task in map(find_task, task_names()):
-        problems = generate_problems(task, "train", 2000)
-        logs = write_logs(task, problems, "human", 0) + write_logs(task, problems, "overhelpful", 0)
-        said += [message["content"] for log in logs for message in log["messages"]]
-        goals += [problem.goal for problem in problems]
-    return said + goals + [LEAVE] * 200
+def tokenizer_corpus(task: Task) -> list[str]:
+    """Return the texts that the embedded tokenizer is learned on: a task's logs and goals."""
+    problems = generate_problems(task, "train", 2000)
+    logs = write_logs(task, problems, "human", 0) + write_logs(task, problems, "overhelpful", 0)
+    said = [message["content"] for log in logs for message in log["messages"]]
+    return said + [problem.goal for problem in problems] + [LEAVE] * 200
 
 
 @script
 def main() -> None:
-    Parser("Learn assets/tiny.tiktoken again from generated dialogues.").parse_args()
-    print(f"{build_ranks(tokenizer_corpus())} tokens written to {RANKS}")
+    parser = Parser("Learn assets/tiny.tiktoken again from a task's dialogues.")
+    parser.add_fields("task")
+    task = find_task(parser.parse_args().task)
+    print(f"{build_ranks(tokenizer_corpus(task))} tokens written to {RANKS}")
 
 
 if __name__ == "__main__":

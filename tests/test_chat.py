@@ -5,6 +5,7 @@ import pytest
 from chat import END, RANKS, USER, tiny_chat
 from config import UserError
 from extras.tokenizer import build_ranks, tokenizer_corpus
+from task_math import TASK
 
 TEXTS = ["how many apples does Tom have now?", "4, no wait, 5 more books", "7 + 5 = 12. #### 12", "",
          " two  spaces ", "Grüße, 你好 🙂", "a\nb\tc\r\n", "1234567 and 0.5 and $3,000", "\x00\x01"]
@@ -78,7 +79,7 @@ def test_roles_that_do_not_take_turns_are_refused(chat, roles):
 
 
 def test_the_committed_ranks_are_what_the_documented_command_builds(tmp_path, chat):
-    build_ranks(tokenizer_corpus(), tmp_path / "ranks")
+    build_ranks(tokenizer_corpus(TASK), tmp_path / "ranks")
     assert (tmp_path / "ranks").read_bytes() == RANKS.read_bytes()
     assert tiny_chat(tmp_path / "ranks").encode("Tom finds 5") == chat.encode("Tom finds 5")
 

@@ -6,14 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import Gemma3TextConfig
+from transformers import Gemma3TextConfig, Qwen2Config
 
 import engine as engine_module
 from cache import KVCache
 from engine import Engine
+from extras.lora import add_adapters
 from grpo import advantages, update
 from logprobs import token_logprobs
-from model import Transformer, tiny_config
+from model import Transformer, autocast, tiny_config
 from rollout import pad, rollout
 from sampling import sample, uniform
 from simulator import ModelUser
@@ -120,6 +121,34 @@ def test_a_token_loop_whose_shapes_stay_fixed_says_the_same(model, chat, family,
     model.cuda_graphs = True
     fixed = talk(model, chat, prepare=lambda engine: setattr(engine, "ask_every", 3))
     assert fixed.tokens == eager.tokens and len(steps) > 10
+
+
+def random_model(kind):
+    """Biases are Qwen2's, adapters have small matrices; none of them is zero, as they are before training."""
+    sizes = dict(vocab_size=300, hidden_size=256, intermediate_size=320, num_hidden_layers=2,
+                 num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64)
+    model = Transformer(Qwen2Config(**sizes) if kind == "biases" else tiny_config(**sizes, head_dim=64))
+    if kind == "adapters":
+        add_adapters(model, 4, seed=0)
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("bias", "expand")):
+            torch.nn.init.normal_(parameter, std=0.02, generator=generator)
+    return model
+
+
+@pytest.mark.parametrize("precision, close", (("fp32", 1e-3), ("bf16", 0.5)))
+@pytest.mark.parametrize("kind", ("llama", "biases", "adapters"))
+@torch.no_grad()
+def test_an_engine_records_the_log_probabilities_that_the_model_computes(kind, precision, close):
+    model = random_model(kind)
+    tokens = torch.randint(300, (3, 9), generator=torch.Generator().manual_seed(3))
+    with autocast(model.device, precision):
+        engine = Engine(model, SimpleNamespace(stop_ids={7}), tokens.tolist(), [1, 2, 3], max_new_tokens=20)
+        engine.reply()
+        for ids, mask, logprobs in zip(engine.tokens, engine.action_mask, engine.logprobs):
+            again = token_logprobs(model, torch.tensor([ids]), torch.tensor([mask]))[0]
+            assert torch.allclose(again, torch.tensor(logprobs), atol=close)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -15,8 +15,8 @@ from tasks import find_task, generate_problems
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 TINY = ["--sft-steps", "6", "--calibration-steps", "4", "--steps", "2", "--eval-every", "2",
-        "--eval-problems", "4", "--test-problems", "6", "--train-problems", "40", "--prompts", "4", "--group-size",
-        "2", "--card-dialogues", "6"]
+        "--eval-problems", "4", "--test-problems", "6", "--train-problems", "40", "--prompts", "4",
+        "--group-size", "2", "--card-dialogues", "6"]
 
 
 def test_all_methods_run_on_another_task(tmp_path):

@@ -69,7 +69,8 @@ def test_imports_form_a_line():
     assert not left, f"in order: {', '.join(order)}; in a circle or behind one: {left}"
 
 
-@pytest.mark.parametrize("module, may", [("config", {"config"}), ("shift_theory", {"config", "shift_theory"})])
+@pytest.mark.parametrize("module, may", [("config", {"config"}),
+                                         ("shift_theory", {"config", "shift_theory"})])
 def test_config_loads_no_file_of_ours_and_the_theory_only_config(module, may):
     absent = sorted({*NAMES, "torch"} - may)
     code = f"import sys, {module}; print(*(name for name in {absent} if name in sys.modules))"
