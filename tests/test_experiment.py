@@ -31,11 +31,10 @@ from simulator import ModelUser, ScriptedUser, simulator_messages
 from task_math import TASK, facts_of, marked_answer
 from tasks import generate_problems
 
-FLAGS = ["--method", "all", "--seed", "4", "--sft-steps", "6", "--sft-batch", "5", "--sft-lr", "0.002",
-         "--calibration-steps", "4", "--steps", "3", "--lr", "0.0007", "--clip-eps", "0.3", "--kl-coef", "0.05",
-         "--minibatches", "2", "--prompts", "4", "--group-size", "2", "--horizon", "3", "--max-new-tokens", "7",
-         "--train-problems", "60", "--eval-problems", "5", "--eval-every", "2", "--test-problems", "9",
-         "--card-dialogues", "12", "--token-budget", "3000"]
+FLAGS = ("--method all --seed 4 --sft-steps 6 --sft-batch 5 --sft-lr 0.002 --calibration-steps 4 --steps 3 "
+         "--lr 0.0007 --clip-eps 0.3 --kl-coef 0.05 --minibatches 2 --prompts 4 --group-size 2 --horizon 3 "
+         "--max-new-tokens 7 --train-problems 60 --eval-problems 5 --eval-every 2 --test-problems 9 "
+         "--card-dialogues 12 --token-budget 3000").split()
 
 # so that an untrained policy earns something, and its weights move
 LIVELY = replace(TASK, reward=lambda problem, dialogue, equal: len(dialogue[-1]["content"]) % 5 / 4)
@@ -262,10 +261,9 @@ def step(model, chat, monkeypatch):
                 return [("", "failed") if row in failed else reply
                         for row, reply in zip(rows, super().reply(rows, dialogues))]
 
-        config = complete(parse_config(["--prompts", "2", "--group-size", "2", "--horizon", "2",
-                                        "--max-new-tokens", "4", "--train-problems", "9", "--minibatches", "1",
-                                        "--card-dialogues", "3", "--eval-problems", "3", "--test-problems", "3",
-                                        "--max-failed", str(largest)]), TASK)
+        flags = ("--prompts 2 --group-size 2 --horizon 2 --max-new-tokens 4 --train-problems 9 "
+                 f"--minibatches 1 --card-dialogues 3 --eval-problems 3 --test-problems 3 --max-failed {largest}")
+        config = complete(parse_config(flags.split()), TASK)
         seen = []
         monkeypatch.setattr(train, "update", lambda *arguments, **options: seen.append(arguments) or dict(
             kl=0.0, ratio_max=1.0, clip_frac=0.0, grad_norm=0.0))
@@ -292,7 +290,8 @@ def test_too_many_failed_dialogues_stop_the_run(step):
 
 def test_no_goal_is_in_two_splits_and_held_out_logs_are_about_validation_problems(run):
     data = run.data
-    splits = [{frozenset(facts_of(p.goal)) for p in part} for part in (data.train, data.validation, data.test)]
+    splits = [{frozenset(facts_of(problem.goal)) for problem in part}
+              for part in (data.train, data.validation, data.test)]
     assert not splits[0] & splits[1] and not splits[0] & splits[2] and not splits[1] & splits[2]
     assert [log["goal"] for log in data.logs] == [p.goal for p in data.train]
     assert [log["goal"] for log in data.held_out] == [p.goal for p in data.validation[:12]]

@@ -117,6 +117,17 @@ def test_only_config_ends_the_program():
     assert set(ends) == {"config"}
 
 
+def test_no_main_wraps_itself_in_a_try():
+    """Mistakes of a user are `UserError`; what else is caught stands around the call that may raise it."""
+    mains = [(name, node) for name, node in nodes(ast.FunctionDef) if node.name == "main"]
+    wrapped = [name for name, main in mains for part in ast.walk(main) if isinstance(part, ast.Try)
+               and part.body[-1].end_lineno - part.body[0].lineno + 1 > 5]
+    assert len(mains) > 20 and wrapped == []
+    last = [(name, statement) for name, tree in TREES.items() for statement in tree.body[-1:]]
+    assert not [name for name, statement in last if isinstance(statement, ast.If)
+                and any(isinstance(part, ast.Try) for part in ast.walk(statement))]
+
+
 def test_nothing_that_was_read_is_run():
     """Files, servers and policies give data, which is never taken for Python."""
     called = [f"{name}: {ast.unparse(node)}" for name, node in nodes(ast.Call)
