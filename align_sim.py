@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from chat import Chat, tiny_chat
-from config import PRESETS, Config, Parser, UserError, complete, is_embedded, number, script
+from config import PRESETS, Config, Parser, UserError, command, complete, is_embedded, number
 from logs import make_data, write_logs
 from model import Transformer, autocast, tiny_config
 from report_card import print_report_card, report_card
@@ -32,7 +32,7 @@ def naive_simulator(task: Task, chat: Chat, problems: list[Problem], *, steps: i
                         draw_key(seed, "simulator weights")).to(device)
     examples = [chat.render(simulator_messages(log))
                 for log in write_logs(task, problems, "overhelpful", seed)]
-    return model, sft(model, examples, steps=steps, batch=batch, lr=lr, seed=seed, title="naive simulator")
+    return model, sft(model, examples, steps=steps, batch=batch, lr=lr, seed=seed, phase="naive simulator")
 
 
 def calibrate(simulator: Transformer, chat: Chat, logs: list[dict], *, steps: int, batch: int, lr: float,
@@ -40,14 +40,14 @@ def calibrate(simulator: Transformer, chat: Chat, logs: list[dict], *, steps: in
               stop_early: bool = False) -> list[float]:
     """Fine-tune a simulator in place on what people said in `logs`; return the losses.
 
-    Real people's dialogues are few and are soon learned by heart: with `stop_early` a sixth of them is not
-    trained on but says when to stop (not the held-out ones: those are for the report card).
+    Dialogues of real people are few, and a model soon learns them by heart: with `stop_early` a sixth of them
+    decides when to stop and is not trained on. The held-out ones are for the report card alone.
     """
     examples = [chat.render(simulator_messages(log)) for log in logs]
     sixth = max(1, len(logs) // 6) if stop_early and len(logs) > 1 else 0
     return sft(simulator, examples[sixth:], steps=steps, batch=batch, lr=lr, seed=seed,
                token_budget=token_budget, precision=precision, validation=examples[:sixth],
-               title="calibration")
+               phase="calibration")
 
 
 def parse_args() -> Config:
@@ -70,7 +70,7 @@ def parse_args() -> Config:
     return replace(defaults, **{name: value for name, value in vars(args).items() if value is not None})
 
 
-@script
+@command
 def main() -> None:
     from extras.hf import load_speaker, save_speaker
     from extras.readers import read_logs

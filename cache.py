@@ -1,8 +1,8 @@
 """The key-value cache of a batch of dialogues that grow at different speeds.
 
 A dialogue keeps its keys and values over all turns, so every turn computes only its new tokens. These come as
-a rectangle (B, T), padded on the right, but only attention works on the rectangle. Embeddings, linear layers
-and norms see the R real tokens alone, laid out in one row (1, R). `KVCache.place` says where each of them
+a rectangle (B, T), padded on the right, but only attention works on the rectangle. Linear layers and norms
+see the R real tokens alone, laid out in one row (1, R). `KVCache.place` says where each of them
 stands in the rectangle and which slot of the cache its key and value go to.
 
 An example: row 0 holds 37 tokens and gets 9, row 1 holds 12 and gets 3. The rectangle is (2, 9), and R = 12:

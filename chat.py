@@ -26,7 +26,7 @@ from pathlib import Path
 
 import tiktoken
 
-from config import EMBEDDED, Parser, UserError, script
+from config import EMBEDDED, Parser, UserError, command
 
 RANKS = Path(__file__).parent / "assets" / "tiny.tiktoken"
 # a word, a number or a run of signs, with the space before it
@@ -64,7 +64,7 @@ class Chat:
         return self.decode(reply[:-1] if reply and reply[-1] in self.stop_ids else reply)
 
     def render(self, messages: list[dict]) -> tuple[list[int], list[int]]:
-        """Return ids and mask (1 on assistant texts and their end-of-turns) of a finished dialogue.
+        """Return ids and mask (1 on assistant texts and their end-of-turns) of a dialogue.
 
         The ids are those that `open` and `extend` build turn by turn around the same texts.
 
@@ -108,7 +108,7 @@ def tiny_chat(ranks: Path | str = RANKS) -> Chat:
                 save=lambda folder: shutil.copyfile(ranks, Path(folder) / EMBEDDED))
 
 
-@script
+@command
 def main() -> None:
     from extras.hf import load_chat
     parser = Parser("Show a dialogue as tokens.")

@@ -31,7 +31,7 @@ class UserError(Exception):
     """What a user did wrong: shown as one line, exit code 2. Any other exception shows its traceback."""
 
 
-def script(main: Callable) -> Callable:
+def command(main: Callable) -> Callable:
     """Make a file's `main` say a `UserError` in one line on stderr and leave with exit code 2."""
     @functools.wraps(main)
     def run(*arguments):
@@ -54,11 +54,11 @@ class Config:
     """Everything that can be set, each a flag of the same name."""
     task: str = option("math", "what the dialogues are about: NAME of a file task_NAME.py")
     method: str = option("calibrated", "which method to train, or all", choices=(*METHODS, "all"))
-    preset: str = option("", "defaults: tiny; own, any model of yours; gpu, 24 GB; paper, 80 GB (default: "
-                             "tiny, with --policy own)", choices=tuple(PRESETS))
+    preset: str = option("", "set of defaults: tiny; own (any model); gpu (24 GB); paper (80 GB) (default: "
+                             "own with --policy, else tiny)", choices=tuple(PRESETS))
     policy: str = option("", "policy to start from: folder, GGUF file or hub id (default: train a tiny one)")
-    simulator: str = option("", "naive simulator: the same, or http://HOST:PORT/v1#MODEL (default: --policy, "
-                                "prompted, or a tiny one)")
+    simulator: str = option("", "naive simulator: the same, or http://HOST:PORT/v1#MODEL (default: "
+                                "--policy, prompted, or a tiny one)")
     human: str = option("scripted", "who tests: scripted, or http://HOST:PORT/v1#MODEL for a prompted model")
     problems: str = option("", "JSONL, JSON or hf:openai/gsm8k: rows in the task's shape (default: made)")
     facts: int = option(None, "facts in a generated problem (default: the task's)", minimum=1)
@@ -83,7 +83,7 @@ class Config:
     simulator_lora_rank: int = option(0, "rank of the simulator's adapters; 0 trains all", minimum=0)
     token_budget: int = option(4096, "tokens, padding included, of a forward and backward pass: lower it if "
                                      "memory runs out", minimum=1)
-    max_new_tokens: int = option(None, "tokens a reply may have (default: the task's)", minimum=1)
+    max_new_tokens: int = option(None, "longest reply, in tokens (default: the task's)", minimum=1)
     max_failed: float = option(0.2, "share of dialogues that servers and grader may fail", minimum=0, below=1)
     warm_start: bool = option(False, "fine-tune a given --policy on scripted logs first, as the tiny one is")
     sft_steps: int = option(1600, "warm-start steps; the tiny naive simulator takes half", minimum=1)
@@ -136,7 +136,8 @@ class Parser(argparse.ArgumentParser):
                 self.add_argument(flag, action="store_true", default=default, help=meta["help"])
                 continue
             kind = f.type if meta["minimum"] is None else number(f.type, meta["minimum"], meta["below"])
-            shown = "" if f.default in ("", None) else f" (default: {f.default})"
+            shown = f.default if default is argparse.SUPPRESS else default
+            shown = "" if shown in ("", None) or "(default" in meta["help"] else f" (default: {shown})"
             self.add_argument(flag, type=kind, default=default, choices=meta["choices"],
                               help=meta["help"] + shown,
                               metavar=None if meta["choices"] else f.type.__name__.upper())
@@ -148,7 +149,7 @@ def is_embedded(source: str) -> bool:
 
 
 def parse_config(argv: list[str] | None = None, description: str = "") -> Config:
-    """Read a command line into a Config, or raise UserError for a flag or a value that is none."""
+    """Read a command line into a Config, or raise UserError for what cannot be used."""
     parser = Parser(description)
     parser.add_fields(**{f.name: argparse.SUPPRESS for f in fields(Config)})
     given = vars(parser.parse_args(argv))
@@ -161,7 +162,7 @@ def parse_config(argv: list[str] | None = None, description: str = "") -> Config
     return replace(config, precision="bf16" if config.device == "cuda" and preset != "tiny" else "fp32")
 
 
-@script
+@command
 def main() -> None:
     for name, overrides in PRESETS.items():
         print(f"{name:6s}", ", ".join(f"{field} {value}" for field, value in overrides.items())

@@ -6,7 +6,7 @@ tokens have no part in it:
 
     A_i   = (r_i - mean(r)) / std(r)                                                       advantages
     rho_t = exp(log pi(a_t | context) - log pi_old(a_t | context))                         importance ratio
-    loss  = -(1 / actions) sum_t min(rho_t A_i, clip(rho_t, 1 - eps, 1 + eps) A_i)         policy_loss
+    loss  = -(1 / actions) sum_i sum_t min(rho_t A_i, clip(rho_t, 1 - eps, 1 + eps) A_i)   policy_loss
             + kl_coef KL
 
 Departures from the paper's equation 3, all of them common since:
@@ -23,13 +23,13 @@ Shapes: P prompts, G group size, B = P*G dialogues, T tokens, right padded; inde
 import torch
 from torch import Tensor
 
-from config import Config, script
+from config import Config, command
 from logprobs import micro_batches, token_logprobs
 from model import Transformer
 
 
 def agree(rewards: Tensor) -> Tensor:
-    """Return (P, 1): whether all rewards of a group are equal, failed dialogues aside. It teaches nothing."""
+    """Return (P, 1): whether all rewards of a group are equal, failed dialogues aside; it teaches nothing."""
     smallest, largest = rewards.nan_to_num(torch.inf).amin(1), rewards.nan_to_num(-torch.inf).amax(1)
     return (smallest >= largest)[:, None]
 
@@ -38,8 +38,8 @@ def advantages(rewards: Tensor, divide_by_std: bool = True) -> Tensor:
     """Return (P, G) advantages: (r - mean) / std of each group, the std with ddof 0; exactly 0 where all
     rewards agree.
 
-    advantages([[1, 0, 0, 1]]) is [[1, -1, -1, 1]]: mean 0.5, std 0.5. A dialogue that failed has the reward
-    NaN: it counts in neither and has the advantage 0.
+    advantages([[1, 0, 0, 1]]) is [[1, -1, -1, 1]]: mean 0.5, std 0.5. A failed dialogue has the reward NaN:
+    it is left out of mean and std, and its advantage is 0.
 
     Raises: ValueError for groups of one, which have nothing to compare with.
     """
@@ -59,7 +59,7 @@ def advantages(rewards: Tensor, divide_by_std: bool = True) -> Tensor:
 def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, action_mask: Tensor,
                 normaliser: float, clip_eps: float = 0.2, ref_logprobs: Tensor | None = None,
                 kl_coef: float = 0.0) -> tuple[Tensor, dict]:
-    """Return the loss of some dialogues, and sums over their actions for the log.
+    """Return the loss of some dialogues and, for the log, the largest ratio and sums over their actions.
 
     `normaliser` is the number of actions in the whole optimiser step: micro-batches' losses add up to its.
 
@@ -74,7 +74,8 @@ def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, acti
     A = advantages[:, None]                                                # a dialogue's, for all its actions
     unclipped, clipped = ratio * A, ratio.clamp(1 - clip_eps, 1 + clip_eps) * A
     per_token = -torch.minimum(unclipped, clipped)
-    stats = {"ratio_max": ratio.detach().max(), "clipped": ((clipped < unclipped) & action_mask).sum()}
+    stats = {"ratio_max": ratio.detach().masked_fill(~action_mask, 0.0).max(),
+             "clipped": ((clipped < unclipped) & action_mask).sum()}
     if ref_logprobs is not None:
         d = torch.where(action_mask, ref_logprobs - logprobs, 0.0).clamp(-20, 20)
         kl = d.exp() - d - 1
@@ -119,12 +120,11 @@ def update(policy: Transformer, optimiser: torch.optim.Optimizer, tokens: Tensor
             "kl": total["kl"] / actions, "grad_norm": norm}
 
 
-@script
+@command
 def main() -> None:
     """Two groups by hand, then a policy that finds out which of two tokens is rewarded."""
     rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0]])
-    print("rewards   ", rewards.tolist())
-    print("advantages", advantages(rewards).tolist(), " (a group that agrees teaches nothing)")
+    print(f"rewards {rewards.tolist()}\nadvantages {advantages(rewards).tolist()}")
     logits = torch.zeros(2, requires_grad=True)
     generator = torch.Generator().manual_seed(0)
     for step in range(5):

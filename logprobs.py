@@ -76,14 +76,14 @@ class ChosenLogprobs(torch.autograd.Function):
         few, cap, temperature, dtype = ctx.options
         cast, grad_hidden = head.to(dtype), torch.empty_like(hidden)
         grad_head = torch.zeros_like(head) if ctx.needs_input_grad[1] else None
-        for start, (h, y, g) in enumerate(zip(hidden.split(few), chosen.split(few), grad.split(few))):
+        for i, (h, y, g) in enumerate(zip(hidden.split(few), chosen.split(few), grad.split(few))):
             h = h.to(dtype)
             p, _, slope = ((kept, None, 1 / temperature) if kept is not None else
                            chunk_probabilities(h, cast, y, cap, temperature))
             dz = p.mul_(-g[:, None])                                              # (R, V)
             dz[torch.arange(len(y), device=y.device), y] += g
             dz = dz.mul_(slope).to(dtype)
-            grad_hidden[start * few:start * few + len(h)] = dz @ cast
+            grad_hidden[i * few:i * few + len(h)] = dz @ cast
             if grad_head is not None and grad_head.dtype == dtype:
                 grad_head.addmm_(dz.T, h)                           # in place: no second matrix of its size
             elif grad_head is not None:

@@ -1,8 +1,9 @@
 """Human dialogues: what the method starts from.
 
-The policy is warm-started on the assistant's turns, the simulator is calibrated on the user's, static
-contexts are cut from them, and the report card is measured on logs that nobody has trained on. A log is
-`{"messages": [{"role", "content"}, ...], "goal"}`; the goal, what the user wanted and knew, may be missing.
+The simulator is calibrated on the user's turns, static contexts are cut from the dialogues, and the report
+card is measured on logs that nobody has trained on. The policy's warm start always has logs of the scripted
+human. A log is `{"messages": [{"role", "content"}, ...], "goal"}`; the goal, what the user wanted and knew,
+may be missing.
 
 Logs are written by the task's scripted human with its logging assistant, or come from a file. `Data` holds
 everything that a run learns from and is judged on, and says what is held out from what.
@@ -13,7 +14,7 @@ Run `python logs.py` to read some logs and to count what the default run has.
 import random
 from dataclasses import dataclass
 
-from config import Config, Parser, UserError, script
+from config import Config, Parser, UserError, command
 from sampling import draw_key
 from tasks import LEAVE, Dialogue, Problem, Script, Task, find_task, generate_problems
 
@@ -48,10 +49,10 @@ def write_probes(task: Task, problems: list[Problem], logs: list[dict], speaker:
     for problem, log in zip(problems, logs):
         rng = random.Random(draw_key(seed, "probe", split, speaker, problem.id))
         for end in range(1, len(log["messages"]) + 1, 2):
-            told = log["messages"][:end]
-            planted = None if told[-1]["content"] == LEAVE else task.probe(problem, told, rng)
+            context = log["messages"][:end]
+            planted = None if context[-1]["content"] == LEAVE else task.probe(problem, context, rng)
             if planted is not None:
-                dialogue = [*told, {"role": "assistant", "content": planted}]
+                dialogue = [*context, {"role": "assistant", "content": planted}]
                 append_utterance(getattr(task, speaker), problem.goal, dialogue, rng)
                 probes.append({"messages": dialogue, "goal": problem.goal})
                 break
@@ -91,10 +92,10 @@ def split_logs(logs: list[dict], seed: int) -> tuple[list[dict], list[dict]]:
 
 
 def split_problems(problems: list[Problem], seed: int) -> tuple[list[Problem], list[Problem], list[Problem]]:
-    """Return a file's problems in three parts, 8 : 1 : 1, to train on, to validate and to test."""
-    if len(problems) < 3:
-        raise UserError(f"--problems holds {len(problems)}: training, validation and test need one each")
-    rows = list(problems)
+    """Return a file's problems, each goal once, 8 : 1 : 1: to train on, to validate and to test."""
+    rows = list({problem.goal: problem for problem in problems}.values())
+    if len(rows) < 3:
+        raise UserError(f"--problems holds {len(rows)}: training, validation and test need one each")
     random.Random(draw_key(seed, "split")).shuffle(rows)
     tenth = max(1, len(rows) // 10)
     return rows[2 * tenth:], rows[:tenth], rows[tenth:2 * tenth]
@@ -142,7 +143,7 @@ def print_messages(messages: Dialogue) -> None:
     print("\n".join(f"{message['role']:>9}: {message['content']}" for message in messages))
 
 
-@script
+@command
 def main() -> None:
     parser = Parser("Read human logs, and count what a run learns from.")
     parser.add_fields("task", "facts", "seed")
@@ -151,8 +152,8 @@ def main() -> None:
     for log in data.logs[:3] + data.probes[:1]:
         print(f"\n[{log['goal']}]")
         print_messages(log["messages"])
-    for name in ("train", "validation", "test", "logs", "held_out", "probes"):
-        print(f"{name:10s} {len(getattr(data, name)):5d}")
+    names = ("train", "validation", "test", "logs", "held_out", "probes")
+    print("\n" + "\n".join(f"{name:10s} {len(getattr(data, name)):5d}" for name in names))
 
 
 if __name__ == "__main__":

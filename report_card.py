@@ -1,9 +1,9 @@
 """The report card: what a simulator does, beside what people did in the same places.
 
-Every speaker replies before each of the human's messages in held-out dialogues. The replies are measured: are
-they short, polite, leaving, do they repeat, and what the task adds (`Task.measures`). The human's own words
-are scored by each simulator. A policy can be no better than the user it learned from: read this card before
-training.
+Every speaker replies in the place of each of the human's messages in held-out dialogues. Each reply is
+measured: is it short, polite, a repetition, does it leave, and what the task adds (`Task.measures`). The
+human's own words are scored by each simulator. A policy can be no better than the user it learned from: read
+this card before training.
 
 Run `python report_card.py` for the two scripts: what tells the human from the over-helpful user.
 """
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from chat import Chat
-from config import Parser, UserError, script
+from config import Parser, UserError, command
 from engine import Engine
 from logs import write_logs
 from model import Transformer
@@ -29,11 +29,6 @@ Counts = tuple[float, float]                                    # how many, out 
 Place = tuple[int, int]                                         # message m of log l
 
 
-def goal_of(log: dict) -> str | None:
-    """Return a log's goal, None if it is not on record."""
-    return log["goal"] if (log.get("goal") or "").strip() else None
-
-
 def measure(task: Task, goal: str | None, context: Dialogue, reply: str) -> dict[str, Counts]:
     """Return the counts of every line for one user reply in a context."""
     text, left = split_leave(reply)
@@ -46,7 +41,7 @@ def measure(task: Task, goal: str | None, context: Dialogue, reply: str) -> dict
             **task.measures(goal, context, text)}
 
 
-def opening(chat: Chat, log: dict, m: int) -> list[int]:
+def read_before(chat: Chat, log: dict, m: int) -> list[int]:
     """Return what a simulator has read before it says message `m` of a log."""
     return chat.render(simulator_messages({**log, "messages": log["messages"][:m]}))[0]
 
@@ -57,25 +52,25 @@ def sampled_replies(simulator: Transformer, chat: Chat, logs: list[dict], places
 
     Every log is read once: a sampled reply is taken back, and the human's own is read instead.
     """
-    turns, replies = {}, {}
+    messages_at, replies = {}, {}
     for l, m in places:
-        turns.setdefault(l, []).append(m)
-    for i in range(0, len(turns), batch):
-        part = list(turns)[i:i + batch]
-        engine = Engine(simulator, chat, [opening(chat, logs[l], turns[l][0]) for l in part], [0] * len(part),
-                        max_new_tokens)
-        for k in range(max(len(turns[l]) for l in part)):
-            rows = [row for row, l in enumerate(part) if k < len(turns[l])]
+        messages_at.setdefault(l, []).append(m)
+    for i in range(0, len(messages_at), batch):
+        part = list(messages_at)[i:i + batch]
+        openings = [read_before(chat, logs[l], messages_at[l][0]) for l in part]
+        engine = Engine(simulator, chat, openings, [0] * len(part), max_new_tokens)
+        for k in range(max(len(messages_at[l]) for l in part)):
+            rows = [row for row, l in enumerate(part) if k < len(messages_at[l])]
             engine.keep(rows)
-            here = [(part[row], turns[part[row]][k]) for row in rows]
+            here = [(part[row], messages_at[part[row]][k]) for row in rows]
             draw_keys = [draw_key(seed, "report card", l, m) for l, m in here]
             engine.draw_keys = torch.tensor(draw_keys, device=simulator.device)
             read = [len(engine.tokens[row]) for row in rows]
             replies |= {place: chat.text(ids) for place, ids in zip(here, engine.reply())}
             for row, (l, m), length in zip(rows, here, read):
                 engine.take_back(row, length)
-                if k + 1 < len(turns[l]):
-                    engine.feed(row, opening(chat, logs[l], turns[l][k + 1])[length:])
+                if k + 1 < len(messages_at[l]):
+                    engine.feed(row, read_before(chat, logs[l], messages_at[l][k + 1])[length:])
     return [replies[place] for place in places]
 
 
@@ -85,7 +80,7 @@ def model_nll(simulator: Transformer, chat: Chat, logs: list[dict]) -> list[Coun
 
 
 def script_nll(user: Script, log: dict, chat: Chat) -> Counts:
-    """Return the same of the script that wrote the log: on average no simulator can be below it."""
+    """Return the same under the script that wrote the log; on average no simulator can be below it."""
     nll = tokens = 0.0
     for m in range(0, len(log["messages"]), 2):
         text = log["messages"][m]["content"]
@@ -115,7 +110,8 @@ def measured_replies(task: Task, logs: list[dict], places: list[Place], simulato
     counts = {}
     for name, said in replies.items():
         for (l, m), reply in zip(places, said):
-            found = measure(task, goal_of(logs[l]), logs[l]["messages"][:m], reply)
+            goal = (logs[l].get("goal") or "").strip() or None                   # None: it is not on record
+            found = measure(task, goal, logs[l]["messages"][:m], reply)
             for line, count in found.items():
                 counts.setdefault(line, {}).setdefault(name, np.zeros((len(logs), 2)))[l] += count
     return counts
@@ -137,13 +133,13 @@ def report_card(task: Task, logs: list[dict], simulators: dict[str, Transformer]
     nll |= {name: model_nll(simulator, chat, logs) for name, simulator in simulators.items()}
     room = min(s.config.max_position_embeddings for s in simulators.values()) - max_new_tokens
     places = [(l, m) for l, log in enumerate(logs) for m in range(0, len(log["messages"]), 2)[:PLACES]
-              if len(opening(chat, log, m)) <= room]
+              if len(read_before(chat, log, m)) <= room]
     if not places:
         raise UserError(f"no held-out dialogue leaves room for a reply of {max_new_tokens} tokens")
     options = dict(seed=seed, max_new_tokens=max_new_tokens)
     counts = {NLL: nll} | measured_replies(task, logs, places, simulators, chat, **options)
     last = [(l, len(log["messages"]) - 1) for l, log in enumerate(probes)
-            if len(opening(chat, log, len(log["messages"]) - 1)) <= room]
+            if len(read_before(chat, log, len(log["messages"]) - 1)) <= room]
     if last:
         counts[task.probed] = measured_replies(task, probes, last, simulators, chat, **options)[task.probed]
     return {line: {name: bootstrap(values, seed) for name, values in row.items()}
@@ -159,7 +155,7 @@ def print_report_card(card: dict) -> None:
         print(f"{line:42s}" + "".join(f"{cell:>22s}" for cell in cells))
 
 
-@script
+@command
 def main() -> None:
     parser = Parser("Compare the human with the over-helpful user, line by line.")
     parser.add_fields("task", "facts", "seed")

@@ -2,16 +2,15 @@
 
 The user speaks first. A turn is an assistant message and the user's answer to it; the horizon H counts
 assistant turns. A dialogue ends with a reply that the task takes for an end (maths: an answer marker), when
-the user leaves, after H turns, or when a context is full. Policy and simulator keep their own KV caches over
-the turns, and finished dialogues leave the batch.
+the user leaves, after H turns, or when a context is full. Finished dialogues leave the batch.
 
 Paper: interactive rollouts with a reward for the finished dialogue alone (arXiv 2605.26403).
 
 Run `python rollout.py` to read dialogues of the scripted human with the logging assistant; `--policy DIR` for
-those of a policy, `--user naive|calibrated --simulator DIR` against a language model, `--user me` to talk to
-the policy yourself, and `--tokens` to see a dialogue as the update sees it: token by token.
+those of a policy, `--user naive|calibrated` with its simulator, `--user me` to talk to the policy yourself,
+and `--tokens` to see a dialogue as the update sees it: token by token.
 
-Shapes: P prompts, G group size, B = P*G dialogues, T tokens.
+Shapes: B dialogues, T tokens.
 """
 
 import math
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from chat import Chat
-from config import Parser, UserError, number, script
+from config import Parser, UserError, command, number
 from engine import Engine
 from logs import print_messages, write_logs
 from model import Transformer
@@ -44,8 +43,9 @@ class Trajectory:
 
 
 def graded(task: Task, problem: Problem, dialogue: Dialogue, ended: str, turns: int) -> tuple[float, str]:
-    """Return a dialogue's reward, 0 without a reply of the policy, and how it ended: NaN and "failed" if a
-    server or the grader failed it.
+    """Return a dialogue's reward and how it ended; without a reply of the policy the reward is 0.
+
+    If a server or the grader failed the dialogue, the reward is NaN and it ended as "failed".
     """
     try:
         reward = task.reward(problem, dialogue, task.equal) if turns and ended != "failed" else 0.0
@@ -55,30 +55,31 @@ def graded(task: Task, problem: Problem, dialogue: Dialogue, ended: str, turns: 
 
 
 def rollout(policy: Transformer, chat: Chat, user, task: Task, problems: list[Problem],
-            draw_keys: list[tuple], *, horizon: int, max_new_tokens: int,
+            key_parts: list[tuple], *, horizon: int, max_new_tokens: int,
             contexts: list[Dialogue] | None = None) -> list[Trajectory]:
     """Let the policy finish one dialogue per problem and return them in the same order.
 
-    `draw_keys[b]` names dialogue b's random draws: the same key and logits give the same dialogue, whatever
+    `key_parts[b]` names dialogue b's random draws: the same parts and logits give the same dialogue, whatever
     the batch. With `contexts` every dialogue continues logged messages, whose tokens are no actions, instead
     of a user's opening.
     """
     B = len(problems)
-    assert len(draw_keys) == B, f"{B} problems need {B} draw keys, got {len(draw_keys)}"
+    assert len(key_parts) == B, f"{B} problems need {B} draw keys, got {len(key_parts)}"
     ended, turns, cut = [None] * B, [0] * B, [0] * B
     dialogues = [list(context) for context in contexts] if contexts else [[] for _ in range(B)]
 
     def let_user_speak(rows: list[int]) -> None:
-        for row, (text, outcome) in zip(rows, user.reply(rows, dialogues)):
-            ended[row] = outcome
-            if text or outcome is None:
+        for row, (text, ending) in zip(rows, user.reply(rows, dialogues)):
+            ended[row] = ending
+            if text or ending is None:
                 dialogues[row].append({"role": "user", "content": text})
 
-    user.begin([problem.goal for problem in problems], [draw_key(*key, "user") for key in draw_keys])
+    user.begin([problem.goal for problem in problems], [draw_key(*parts, "user") for parts in key_parts])
     if not contexts:
         let_user_speak(list(range(B)))
     openings = [chat.render(dialogue)[0] for dialogue in dialogues]
-    engine = Engine(policy, chat, openings, [draw_key(*key, "policy") for key in draw_keys], max_new_tokens)
+    draw_keys = [draw_key(*parts, "policy") for parts in key_parts]
+    engine = Engine(policy, chat, openings, draw_keys, max_new_tokens)
 
     for turn in range(1, horizon + 1):
         for row in range(B):
@@ -121,7 +122,7 @@ def pad(trajectories: list[Trajectory], device=None) -> tuple[Tensor, Tensor, Te
             torch.tensor(logprobs, device=device))
 
 
-@script
+@command
 def main() -> None:
     from extras.dialogue import print_tokens
     from extras.grader import with_algebra
@@ -154,9 +155,10 @@ def main() -> None:
     new = args.max_new_tokens or task.max_new_tokens
     policy, chat = load_speaker(args.policy, task.policy_instruction, args.device)
     user = named_user(args.user, args.simulator, args.policy, task, args.device, new)
-    keys = [(args.seed, "show", 0, problem.id, i if args.tokens else 0) for i, problem in enumerate(problems)]
-    trajectories = rollout(policy, chat, user, task, problems, keys, horizon=args.horizon or task.horizon,
-                           max_new_tokens=new)
+    parts = [(args.seed, "show", 0, problem.id, i if args.tokens else 0)
+             for i, problem in enumerate(problems)]
+    trajectories = rollout(policy, chat, user, task, problems, parts,
+                           horizon=args.horizon or task.horizon, max_new_tokens=new)
     if args.tokens:
         print_tokens(trajectories, chat, args.tokens)
         return

@@ -13,7 +13,7 @@ import torch
 from tqdm import tqdm
 
 from chat import tiny_chat
-from config import Config, UserError, script
+from config import Config, UserError, command
 from logprobs import Example, packed_batches, token_logprobs
 from model import Transformer, autocast, tiny_config, trainable
 from sampling import draw_key
@@ -41,27 +41,27 @@ def mean_nll(model: Transformer, examples: list[Example], token_budget: int = Co
 
 def sft(model: Transformer, examples: list[Example], *, steps: int, batch: int, lr: float, seed: int,
         token_budget: int = Config.token_budget, precision: str = "fp32", validation: list[Example] = (),
-        title: str = "sft") -> list[float]:
+        phase: str = "sft") -> list[float]:
     """Fine-tune on the masked tokens and return the loss of every step, in nats per token.
 
     One normaliser per step, its number of masked tokens, so the split into micro-batches of at most
     `token_budget` tokens does not change the gradient. The learning rate warms up over 20 steps and decays to
-    a tenth by a cosine. With `validation` examples, their loss is measured every tenth of the steps; training
-    stops when it has not reached a new minimum three times in a row, and the weights of the minimum are
-    restored.
+    a tenth by a cosine. `phase` names the progress bar and keys the order of the examples. With `validation`
+    examples, their loss is measured every tenth of the steps; training stops when it has not reached a new
+    minimum three times in a row, and the weights of the minimum are restored.
 
     Raises: UserError if there is nothing to learn, or if loss or gradient is not finite.
     """
     room = model.config.max_position_embeddings
     examples = [(ids[:room], mask[:room]) for ids, mask in examples if any(mask[:room])]
     if not examples:
-        raise UserError(f"{title}: no dialogue has a token to learn within {room} tokens")
+        raise UserError(f"{phase}: no dialogue has a token to learn within {room} tokens")
     optimiser = torch.optim.AdamW(trainable(model), lr=lr, betas=(0.9, 0.95), weight_decay=0.01,
                                   fused=True)
-    rng, order, losses = random.Random(draw_key(seed, "order", title)), [], []
+    rng, order, losses = random.Random(draw_key(seed, "order", phase)), [], []
     best = [parameter.detach().clone() for parameter in trainable(model)] if validation else []
     lowest, worse = mean_nll(model, validation, token_budget), 0
-    for step in tqdm(range(steps), desc=title, disable=None, leave=False):
+    for step in tqdm(range(steps), desc=phase, disable=None, leave=False):
         while len(order) < batch:
             order += rng.sample(range(len(examples)), len(examples))
         rows, order = order[:batch], order[batch:]
@@ -77,7 +77,7 @@ def sft(model: Transformer, examples: list[Example], *, steps: int, batch: int, 
             total += float(loss.detach())
         norm = float(torch.nn.utils.clip_grad_norm_(trainable(model), 1.0))
         if not (math.isfinite(total) and math.isfinite(norm)):
-            raise UserError(f"{title}: loss {total}, gradient norm {norm} at step {step + 1}; "
+            raise UserError(f"{phase}: loss {total}, gradient norm {norm} at step {step + 1}; "
                             "try a lower learning rate")
         optimiser.step()
         losses.append(total)
@@ -92,7 +92,7 @@ def sft(model: Transformer, examples: list[Example], *, steps: int, batch: int, 
     return losses
 
 
-@script
+@command
 def main() -> None:
     chat = tiny_chat()
     example = chat.render([{"role": "user", "content": "how many apples?"},

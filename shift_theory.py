@@ -50,13 +50,13 @@ from pathlib import Path
 
 import numpy as np
 
-from config import Parser, UserError, script
+from config import Parser, UserError, command
 
 ON_TRACK, LOST = 0, 1
 
 
 @dataclass(frozen=True)
-class Dialogue:
+class TabularDialogue:
     """What does not depend on who talks."""
     start: np.ndarray           # (C,) law of the first context
     next_context: np.ndarray    # (C, A, U) the context that follows, f
@@ -85,7 +85,7 @@ def tv(p: np.ndarray, q: np.ndarray) -> np.ndarray:
     return 0.5 * np.abs(np.asarray(p) - np.asarray(q)).sum(-1)
 
 
-def context_laws(dialogue: Dialogue, policy, user, horizon: int, start=None) -> np.ndarray:
+def context_laws(dialogue: TabularDialogue, policy, user, horizon: int, start=None) -> np.ndarray:
     """Return d_0 .. d_{H-1} as (H, C). `start` (C,) replaces the dialogue's; `policy` may be (H, C, A)."""
     policy, user = check_law("policy", policy), check_law("user", user)
     law = check_law("start", dialogue.start if start is None else start)
@@ -98,7 +98,7 @@ def context_laws(dialogue: Dialogue, policy, user, horizon: int, start=None) -> 
     return np.array(laws)
 
 
-def expected_return(dialogue: Dialogue, policy: np.ndarray, laws: np.ndarray, terminal=False) -> float:
+def expected_return(dialogue: TabularDialogue, policy: np.ndarray, laws: np.ndarray, terminal=False) -> float:
     """Return J: the expected reward of all turns, or of the last one only."""
     by_turn = (laws[:, :, None] * policy * dialogue.reward).sum((1, 2))                        # (H,)
     return float(by_turn[-1] if terminal else by_turn.sum())
@@ -140,7 +140,7 @@ def derailment(eps: float, delta: float = 0.0, rho: float = 0.0, R: float = 1.0)
     for name, value in (("eps", eps), ("delta", delta), ("rho", rho)):
         check_between(name, value, 0, 1)
     next_context = np.array([[[ON_TRACK, LOST], [LOST, LOST]], [[LOST, ON_TRACK]] * 2])        # (C, A, U)
-    dialogue = Dialogue(np.array([1.0, 0.0]), next_context, np.array([[R, 0.0], [0.0, 0.0]]))
+    dialogue = TabularDialogue(np.array([1.0, 0.0]), next_context, np.array([[R, 0.0], [0.0, 0.0]]))
     careful, careless = (np.array([[1 - x, x], [1.0, 0.0]]) for x in (0.0, eps))
     clear, confusing = (np.array([[[1 - x, x]] * 2, [[1 - rho, rho]] * 2]) for x in (0.0, delta))
     return dialogue, careful, careless, clear, confusing
@@ -151,11 +151,11 @@ def random_pair(rng: np.random.Generator, C: int = 4, A: int = 3, U: int = 3):
     mix = rng.random()
     pairs = [rng.dirichlet(np.ones(n), (2, *shape)) for n, shape in ((A, (C,)), (U, (C, A)), (C, ()))]
     (policy, policy2), (user, user2), (start, start2) = ((p, (1 - mix) * p + mix * q) for p, q in pairs)
-    dialogue = Dialogue(start, rng.integers(C, size=(C, A, U)), rng.random((C, A)))
+    dialogue = TabularDialogue(start, rng.integers(C, size=(C, A, U)), rng.random((C, A)))
     return dialogue, policy, policy2, user, user2, start2
 
 
-@script
+@command
 def main() -> None:
     from extras.figures import draw_shift
     from extras.shift_tables import show
@@ -168,7 +168,7 @@ def main() -> None:
     args = parser.parse_args()
     path, horizons = Path(args.out) / "shift_growth.csv", sorted(set(args.horizons))
     try:
-        check_between("eps", args.eps, 1e-9, 1)            # below, nothing deviates that doubles can show
+        check_between("eps", args.eps, 1e-9, 1)            # a smaller eps is lost in rounding
         check_between("horizon", horizons[0], 1)
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open(path, "w", encoding="utf-8", newline="")

@@ -1,8 +1,8 @@
 """Who plays the user: a script, a language model, or you at the keyboard.
 
 A user has two methods. `begin(goals, draw_keys)` starts a batch of dialogues: it hands over what the users
-want and know, never the answers. `reply(rows, dialogues)` says the next message in some of the dialogues,
-together with why a dialogue ends with it, if it does.
+want and know, never the answers. `reply(rows, dialogues)` returns the next message in some of the dialogues
+and, where a dialogue ends with it, why.
 
 1. `ScriptedUser` draws from an explicit distribution. The task's *human* script stands for real people: it
    writes the logs and it is the final test.
@@ -23,7 +23,7 @@ import sys
 import torch
 
 from chat import Chat
-from config import Parser, script
+from config import Parser, command
 from engine import Engine
 from model import Transformer
 from sampling import uniform
@@ -111,7 +111,7 @@ class KeyboardUser:
         return [split_leave(text) if text else ("", "left")]
 
 
-@script
+@command
 def main() -> None:
     parser = Parser("See what a user may say in the middle of a dialogue.")
     parser.add_fields("task", "seed")

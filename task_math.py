@@ -17,7 +17,7 @@ Run `python task_math.py` to read what each of them says.
 import random
 import re
 
-from config import UserError, script
+from config import UserError, command
 from tasks import (LEAVE, Dialogue, Distribution, Equal, Problem, Task, asked_fact, facts_of,
                    generate_problems, last_reply, normalised, numbers, question_of, revealed_facts,
                    split_sentences, states, telling_words, texts, words)
@@ -79,13 +79,13 @@ def make_row(rng: random.Random, facts: int) -> dict:
     name, items = rng.choice(NAMES), rng.choice(ITEMS)
     first, more = rng.randint(2, LARGEST), rng.randint(2, LARGEST)
     total, away = first + more, rng.randint(2, min(LARGEST, first + more - 1)) if facts == 3 else 0
-    told = [f"{name} has {first} {items} at first.", f"{name} {rng.choice(GAINS)} {more} more {items}."]
+    sentences = [f"{name} has {first} {items} at first.", f"{name} {rng.choice(GAINS)} {more} more {items}."]
     work = f"{first} + {more} = {total}"
     if facts == 3:
-        told.append(f"{name} {rng.choice(LOSSES)} {away} {items} away.")
+        sentences.append(f"{name} {rng.choice(LOSSES)} {away} {items} away.")
         work += f", {total} - {away} = {total - away}"
-    rng.shuffle(told)
-    return {"question": " ".join([*told, f"How many {items} does {name} have now?"]),
+    rng.shuffle(sentences)
+    return {"question": " ".join([*sentences, f"How many {items} does {name} have now?"]),
             "answer": f"{work}. #### {total - away}"}
 
 
@@ -213,8 +213,8 @@ def overhelpful(goal: str, dialogue: Dialogue) -> Distribution:
 def known_sum(problem: Problem, revealed: set[int]) -> re.Match | None:
     """Return the worked answer's first sum if the user has told both of its numbers."""
     first_sum, facts = SUM.search(problem.solution), facts_of(problem.goal)
-    told = {n for i in revealed for n in numbers(facts[i])}
-    return first_sum if first_sum and {first_sum[1], first_sum[3]} <= told else None
+    known = {n for i in revealed for n in numbers(facts[i])}
+    return first_sum if first_sum and {first_sum[1], first_sum[3]} <= known else None
 
 
 def off_by(first_sum: re.Match, slip: int) -> str:
@@ -233,8 +233,8 @@ def question_about(fact: str) -> str:
 def guessed_solution(problem: Problem, revealed: set[int], rng: random.Random) -> str:
     """Return the worked answer with a guess for every number not revealed, and the sums redone."""
     facts = facts_of(problem.goal)
-    told = {n for i in revealed for n in numbers(facts[i])}
-    value = {n: str(rng.randint(2, LARGEST)) for fact in facts for n in numbers(fact) if n not in told}
+    known = {n for i in revealed for n in numbers(facts[i])}
+    value = {n: str(rng.randint(2, LARGEST)) for fact in facts for n in numbers(fact) if n not in known}
 
     def redo(match: re.Match) -> str:
         left, right = value.get(match[1], match[1]), value.get(match[3], match[3])
@@ -319,13 +319,13 @@ def measures(goal: str | None, context: Dialogue, reply: str) -> dict[str, tuple
     return found
 
 
-def planted_mistake(problem: Problem, told: Dialogue, rng: random.Random) -> str | None:
+def planted_mistake(problem: Problem, context: Dialogue, rng: random.Random) -> str | None:
     """Return a wrong intermediate result, once the user has told both of its numbers."""
-    first_sum = known_sum(problem, revealed_facts(facts_of(problem.goal), told))
+    first_sum = known_sum(problem, revealed_facts(facts_of(problem.goal), context))
     return f"{off_by(first_sum, rng.choice([-2, -1, 1, 2]))} Is that right?" if first_sum else None
 
 
-TASK = Task(make=make_row, parse=parse_row, sizes={3: 200_000, 2: 4_000},     # of 350,000 and 6,000 or so
+TASK = Task(make=make_row, parse=parse_row, sizes={3: 200_000, 2: 4_000},        # of some 350,000 and 6,000
             human=human, overhelpful=overhelpful, assistant=logging_assistant, told_at_once=told_at_once,
             policy_instruction=POLICY, simulator_instruction=SIMULATOR, human_instruction=HUMAN,
             horizon=5,                       # three questions, an answer, one to spare
@@ -335,7 +335,7 @@ TASK = Task(make=make_row, parse=parse_row, sizes={3: 200_000, 2: 4_000},     # 
             score="share of problems solved")
 
 
-@script
+@command
 def main() -> None:
     """Print what either user may say to a question."""
     goal = generate_problems(TASK, "test", 1)[0].goal

@@ -26,7 +26,7 @@ from hashlib import blake2b
 from itertools import pairwise
 from pathlib import Path
 
-from config import Parser, UserError, number, script
+from config import Parser, UserError, command, number
 
 # tenths of all possible problems
 SPLITS = {"train": range(0, 8), "validation": range(8, 9), "test": range(9, 10)}
@@ -39,7 +39,7 @@ Equal = Callable[[str, str], bool]              # whether a given answer is the 
 
 
 class GradingError(Exception):
-    """A check that came to no verdict: the dialogue cannot be scored, which is no reward of 0."""
+    """A check that comes to no verdict: the dialogue is dropped, not rewarded with 0."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Problem:
 
 
 def texts(row: dict, *names: str) -> list[str]:
-    """Return those of some fields of a row that hold a text, or raise UserError if there are none."""
+    """Return the texts of the named fields that hold one, or raise UserError if none does."""
     if not isinstance(row, dict):
         raise UserError(f"expected an object with {' or '.join(names)}, got {type(row).__name__}")
     found = [row[name].strip() for name in names if isinstance(row.get(name), str) and row[name].strip()]
@@ -63,7 +63,7 @@ def texts(row: dict, *names: str) -> list[str]:
 
 
 def parse_row(row: dict, id: int, equal: Equal) -> Problem:
-    """Return the problem of a row that has its fields by name."""
+    """Return the problem of a row with the fields goal, answer and solution."""
     return Problem(id, *(texts(row, name)[0] for name in ("goal", "answer", "solution")))
 
 
@@ -77,7 +77,7 @@ class Task:
     """Everything that a task decides."""
     # problems
     make: Callable[[random.Random, int], dict]          # a row as files have it, whose user holds n facts
-    sizes: dict[int, int]                   # n facts (the first is the default): most problems of a split
+    sizes: dict[int, int]                   # {n facts: most problems per split}; the first n is the default
     # who speaks
     human: Script                           # stands for real people: writes the logs and is the final test
     overhelpful: Script                     # what prompted language models are like; the naive simulator
@@ -96,7 +96,7 @@ class Task:
     # the report card: {line: (count, out of)} of a user's reply in a context, where the goal may be unknown;
     # a probe is a planted mistake of the assistant, or None where nothing can be planted yet
     measures: Callable[[str | None, Dialogue, str], dict] = lambda goal, context, reply: {}
-    probe: Callable[[Problem, Dialogue, random.Random], str | None] = lambda problem, told, rng: None
+    probe: Callable[[Problem, Dialogue, random.Random], str | None] = lambda problem, context, rng: None
     probed: str = ""                                                    # the line that probes measure
     equal: Equal = operator.eq              # of answers; extras/grader.py knows more than one spelling
     paper: dict[str, float] = field(default_factory=dict)               # the paper's score of each method
@@ -173,7 +173,7 @@ def asked_fact(facts: tuple[str, ...], said: str, revealed: set[int]) -> int | N
 
 
 def states(fact: str, text: str) -> bool:
-    """Whether a reply to a question about a fact states it: all its numbers or, if it has none, its words."""
+    """Return whether a reply about a fact states it: all its numbers or, if it has none, its words."""
     wanted = numbers(fact)
     return set(wanted) <= set(numbers(text)) if wanted else words(fact) <= words(text)
 
@@ -235,7 +235,7 @@ def generate_problems(task: Task, split: str, count: int, seed: int = 0,
             for id, row in enumerate(generate_rows(task, split, count, seed, facts))]
 
 
-@script
+@command
 def main() -> None:
     parser = Parser("See problems and what they reward, or write some as JSONL.")
     parser.add_fields("task", "facts", "seed")

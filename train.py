@@ -3,8 +3,9 @@
     python train.py --task math                  the calibrated method; base and calibrated are scored
     python train.py --task math --method all     all five methods: the paper's table in miniature
 
-The methods share everything but where contexts and user turns come from (`user_and_contexts`): problems,
-reward, optimiser, steps, group sizes and random draws are the same.
+The methods differ in where contexts and user turns come from (`user_and_contexts`): problems, reward,
+optimiser, steps, group sizes and random draws are the same. Static says one reply instead of H, and only
+about problems that have a log.
 
     base        the warm-started policy, untrained
     static      single replies in logged contexts: a logged dialogue cut before its last assistant message
@@ -28,7 +29,7 @@ import torch
 from tqdm import tqdm
 
 from chat import Chat
-from config import METHODS, Config, UserError, complete, parse_config, script
+from config import METHODS, Config, UserError, command, complete, parse_config
 from extras.checkpoint import load_checkpoint, save_checkpoint
 from extras.endpoint import EndpointError, EndpointUser, is_endpoint
 from extras.grader import with_algebra
@@ -61,7 +62,7 @@ def the_human(config: Config, task: Task):
 def user_and_contexts(method: str, config: Config, data: Data, simulators: dict[str, Speaker]):
     """Return whom a method talks with and, for static, the logged contexts in which it says one reply."""
     if method == "static":
-        return ScriptedUser(data.task.human), logged_contexts(data.logs)       # who never gets to speak
+        return ScriptedUser(data.task.human), logged_contexts(data.logs)   # never asked: one reply is all
     if method == "human":
         return the_human(config, data.task), None
     if method == "naive" and is_endpoint(config.simulator):
@@ -91,9 +92,9 @@ def train_step(step: int, method: str, config: Config, data: Data, chat: Chat, p
     pool = data.train if contexts is None else [p for p in data.train if p.goal in contexts]
     rng = random.Random(draw_key(config.seed, "problems", step))
     problems = [p for p in rng.sample(pool, min(config.prompts, len(pool))) for _ in range(G)]
-    draw_keys = [(config.seed, "train", step, p.id, i % G) for i, p in enumerate(problems)]
+    key_parts = [(config.seed, "train", step, p.id, i % G) for i, p in enumerate(problems)]
     with autocast(policy.device, config.precision):
-        trajectories = rollout(policy, chat, user, data.task, problems, draw_keys,
+        trajectories = rollout(policy, chat, user, data.task, problems, key_parts,
                                horizon=1 if contexts else config.horizon,
                                max_new_tokens=config.max_new_tokens,
                                contexts=[contexts[p.goal] for p in problems] if contexts else None)
@@ -124,9 +125,9 @@ def against_human(policy: Transformer, chat: Chat, config: Config, task: Task, p
     user, trajectories, B = the_human(config, task), [], config.prompts * config.group_size
     for i in tqdm(range(0, len(problems), B), desc="evaluation", disable=None, leave=False):
         part = problems[i:i + B]
-        draw_keys = [(config.seed, phase, 0, p.id, 0) for p in part]          # the same for every policy
+        key_parts = [(config.seed, phase, 0, p.id, 0) for p in part]          # the same for every policy
         with autocast(policy.device, config.precision):
-            trajectories += rollout(policy, chat, user, task, part, draw_keys, horizon=config.horizon,
+            trajectories += rollout(policy, chat, user, task, part, key_parts, horizon=config.horizon,
                                     max_new_tokens=config.max_new_tokens)
     return without_failed(trajectories, user, config.max_failed)
 
@@ -175,7 +176,8 @@ def train_method(method: str, config: Config, data: Data, policy: Transformer, c
 def score(policy: Transformer, chat: Chat, method: str, config: Config, data: Data) -> dict:
     """Return a policy's score against the human on the test problems, as in result.json."""
     trajectories = against_human(policy, chat, config, data.task, data.test[:config.test_problems], "test")
-    append_samples(Path(config.out) / "samples.jsonl", method, config.steps, trajectories[:5])
+    step = 0 if method in ("base", "evaluated") else config.steps
+    append_samples(Path(config.out) / "samples.jsonl", method, step, trajectories[:5])
     rewards = [t.reward for t in trajectories]
     tqdm.write(f"{method}: {mean(rewards):.3f} against the human on {len(rewards)} test problems")
     return {"score": mean(rewards), "ci": interval(rewards), "turns": mean(t.turns for t in trajectories)}
@@ -212,7 +214,7 @@ def run(config: Config, data: Data) -> dict:
             "report_card": card}
 
 
-@script
+@command
 def main(argv: list[str] | None = None) -> None:
     began, config = time.perf_counter(), parse_config(argv, __doc__)
     task, out = with_algebra(find_task(config.task)), Path(config.out)

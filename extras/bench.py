@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from chat import tiny_chat
-from config import Parser, UserError, number, script
+from config import Parser, UserError, command, number
 from engine import Engine
 from extras.floor import DTYPES, bandwidth, linear_weights, multiplications, rollout_floor, seconds
 from extras.memory import MODELS
@@ -300,7 +300,7 @@ def write_csv(rows: list[dict]) -> None:
         writer.writerows(table.values())
 
 
-@script
+@command
 def main() -> None:
     parts = ("sampler", "warm-start", "update", "rollout")
     parser = Parser("Measure speed and memory.")

@@ -4,6 +4,7 @@
 that `python -m extras.plot` draws.
 """
 
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -15,16 +16,32 @@ from grpo import advantages
 from rollout import Trajectory
 
 
+def speakers(trajectory: Trajectory, chat: Chat) -> list[str]:
+    """Return who said each token: the assistant its actions; between them stand the user's text and, around
+    it, what the chat format adds, an end-of-turn included where a reply was cut.
+    """
+    found = []
+    for action, run in groupby(zip(trajectory.action_mask, trajectory.tokens), key=lambda pair: pair[0]):
+        length = len(list(run))
+        if action:
+            found += ["assistant"] * length
+            continue
+        cut = bool(found) and trajectory.tokens[len(found) - 1] != chat.end
+        before = cut + len(chat.mid) if found else len(chat.head)
+        found += ["format"] * before + ["user"] * (length - before - len(chat.post))
+        found += ["format"] * len(chat.post)
+    return found
+
+
 def token_rows(group: list[Trajectory], chat: Chat) -> list[dict]:
     """Return a row per token of a group's first dialogue, as the update sees it: only actions are trained,
     and every one of them has the dialogue's advantage.
     """
     advantage, first = float(advantages(torch.tensor([[t.reward for t in group]]))[0, 0]), group[0]
-    rows, turn, before, marks = [], 0, 0, {*chat.head, *chat.mid, *chat.post, chat.end}
-    for token, action, logprob in zip(first.tokens, first.action_mask, first.logprobs):
+    rows, turn, before, said_by = [], 0, 0, speakers(first, chat)
+    for i, (token, action, logprob) in enumerate(zip(first.tokens, first.action_mask, first.logprobs)):
         turn, before = turn + (action > before), action                       # a turn begins with a reply
-        speaker = "assistant" if action else "format" if token in marks else "user"
-        rows.append({"turn": turn, "speaker": speaker, "token": token, "text": chat.decode([token]),
+        rows.append({"turn": turn, "speaker": said_by[i], "token": token, "text": chat.decode([token]),
                      "action": action, "logprob": f"{logprob:.2f}" if action else "",
                      "advantage": f"{advantage:+.2f}" if action else ""})
     return rows

@@ -30,7 +30,7 @@ from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from urllib.parse import urlsplit
 
-from config import Parser, UserError, script
+from config import Parser, UserError, command
 from extras.readers import check_text
 from sampling import draw_key
 from simulator import Reply, goal_prompt, simulator_messages, split_leave
@@ -43,7 +43,7 @@ LONGEST_PAUSE = 30.0                                    # seconds between two tr
 
 
 class EndpointError(UserError):
-    """A call that fails in every dialogue, whenever it is tried."""
+    """The run cannot go on: a call would fail in every dialogue, or too many dialogues failed."""
 
 
 class Failed(Exception):
@@ -261,7 +261,7 @@ class EndpointUser:
         return "".join(c if c.isprintable() else "?" for c in " ".join(text.split())[:200])
 
 
-@script
+@command
 def main() -> None:
     parser = Parser("Check an endpoint and read how its model opens a dialogue.")
     parser.add_argument("address", help="of the server and its model: http://127.0.0.1:8000/v1#model")

@@ -30,7 +30,7 @@ from transformers import (AutoConfig, AutoModelForCausalLM, AutoTokenizer, Gener
 from transformers.utils import logging
 
 from chat import Chat, tiny_chat
-from config import EMBEDDED, Parser, UserError, is_embedded, script
+from config import EMBEDDED, Parser, UserError, command, is_embedded
 from extras.lora import Adapter
 from model import Transformer, check_config
 
@@ -271,7 +271,7 @@ def save_speaker(folder: Path, model: Transformer, chat: Chat) -> None:
     os.replace(partial, folder)
 
 
-@script
+@command
 def main() -> None:
     parser = Parser("Convert a model and its tokenizer into a folder.")
     parser.add_argument("source", help="a folder, a .gguf file or a hub id, which downloads it")

@@ -9,7 +9,7 @@ import csv
 import json
 from pathlib import Path
 
-from config import METHODS, Parser, UserError, script
+from config import METHODS, Parser, UserError, command
 from extras.figures import draw_curves, draw_data_flow, draw_dialogue, draw_shift, read_csv
 from tasks import find_task, task_names
 
@@ -107,7 +107,7 @@ def redraw() -> None:
         draw_dialogue(path)
 
 
-@script
+@command
 def main() -> None:
     parser = Parser("Draw the figures in assets/ again.")
     parser.add_argument("--record", nargs="+", metavar="RUN", help="finished runs to write assets/*.csv from")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from config import Config, Parser, UserError, script
+from config import Config, Parser, UserError, command
 from extras.figures import read_csv
 from logs import print_messages
 from rollout import Trajectory
@@ -113,7 +113,7 @@ def append_samples(path: Path, method: str, step: int, trajectories: list[Trajec
             file.write(json.dumps(sample, ensure_ascii=False) + "\n")
 
 
-@script
+@command
 def main() -> None:
     """Print the transcripts that a run wrote last."""
     parser = Parser("Read the transcripts of a run's last evaluation.")

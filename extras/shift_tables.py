@@ -41,7 +41,7 @@ def table(title: str, columns: str, rows: list[tuple]) -> None:
 
 
 def show(horizons: list[int], eps: float) -> dict:
-    """Print tables 1 to 5 and return their curves, {(panel, curve): (x, y)}."""
+    """Print the tables and return the figure's curves, {(panel, curve): (x, y)}."""
     curves, small = {}, np.arange(50, 201, 25)
 
     # 1. The gap grows like H^2 while H eps is small, then like H

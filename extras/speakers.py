@@ -55,7 +55,7 @@ def warm_start(config: Config, data: Data) -> tuple[Speaker, list[float]]:
                 for messages in warm_start_dialogues(data.task, data.train, config.seed)]
     losses = sft(model, examples, steps=config.sft_steps, batch=config.sft_batch, lr=config.sft_lr,
                  seed=config.seed, token_budget=config.token_budget, precision=config.precision,
-                 title="warm start of the policy")
+                 phase="warm start of the policy")
     return (model, chat), losses
 
 

@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 from chat import PATTERN, RANKS
-from config import Parser, script
+from config import Parser, command
 from logs import write_logs
 from tasks import LEAVE, Task, find_task, generate_problems
 
@@ -64,7 +64,7 @@ def tokenizer_corpus(task: Task) -> list[str]:
     return said + [problem.goal for problem in problems] + [LEAVE] * 200
 
 
-@script
+@command
 def main() -> None:
     parser = Parser("Learn assets/tiny.tiktoken again from a task's dialogues.")
     parser.add_fields("task")

@@ -1,6 +1,7 @@
 """A whole task in one file: the policy guesses a number from 1 to 20 that the user has in mind."""
 
 import random
+import re
 
 from tasks import Dialogue, Distribution, Equal, Problem, Task, last_reply, numbers
 
@@ -17,7 +18,7 @@ def human(goal: str, dialogue: Dialogue) -> Distribution:
     """Answer every guess with one word, and anything else with a question."""
     if not dialogue:
         return [("guess my number", 0.7), ("guess", 0.3)]
-    guess, number = numbers(dialogue[-1]["content"]), int(numbers(goal)[-1])
+    guess, number = re.findall(r"\d+", dialogue[-1]["content"][:100]), int(numbers(goal)[-1])
     if not guess:
         return [("just guess", 0.8), ("what?", 0.2)]
     return [("yes" if int(guess[0]) == number else "higher" if int(guess[0]) < number else "lower", 1.0)]

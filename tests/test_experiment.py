@@ -143,9 +143,9 @@ def test_no_two_phases_learn_their_dialogues_in_the_same_order(chat, model):
     """The order is keyed by phase: a stream that is shared would repeat between policy and simulators."""
     examples = [([i, i + 1, i + 2], [0, 1, 1]) for i in range(40)]
     orders = {}
-    for title in ("warm start of the policy", "naive simulator", "calibration"):
-        losses = sft(copy.deepcopy(model), examples, steps=6, batch=2, lr=0.0, seed=0, title=title)
-        orders[title] = tuple(round(loss, 9) for loss in losses)
+    for phase in ("warm start of the policy", "naive simulator", "calibration"):
+        losses = sft(copy.deepcopy(model), examples, steps=6, batch=2, lr=0.0, seed=0, phase=phase)
+        orders[phase] = tuple(round(loss, 9) for loss in losses)
     assert len(set(orders.values())) == 3
 
 
@@ -262,7 +262,8 @@ def step(model, chat, monkeypatch):
                         for row, reply in zip(rows, super().reply(rows, dialogues))]
 
         flags = ("--prompts 2 --group-size 2 --horizon 2 --max-new-tokens 4 --train-problems 9 "
-                 f"--minibatches 1 --card-dialogues 3 --eval-problems 3 --test-problems 3 --max-failed {largest}")
+                 f"--minibatches 1 --card-dialogues 3 --eval-problems 3 --test-problems 3 "
+                 f"--max-failed {largest}")
         config = complete(parse_config(flags.split()), TASK)
         seen = []
         monkeypatch.setattr(train, "update", lambda *arguments, **options: seen.append(arguments) or dict(

@@ -6,7 +6,7 @@ from conftest import say
 from config import UserError
 from engine import Engine
 from logs import write_logs, write_probes
-from report_card import NLL, bootstrap, measure, opening, report_card, sampled_replies
+from report_card import NLL, bootstrap, measure, read_before, report_card, sampled_replies
 from sampling import draw_key
 from task_math import AGREES, TASK, objection, parse_row
 from tasks import LEAVE, facts_of, generate_problems
@@ -100,5 +100,5 @@ def test_every_reply_is_what_the_simulator_says_after_reading_the_log_up_to_ther
     places = [(l, m) for l, log in enumerate(logs) for m in range(0, len(log["messages"]), 2)]
     once = sampled_replies(model, chat, logs, places, seed=0, max_new_tokens=8)
     for (l, m), reply in zip(places, once, strict=True):
-        engine = Engine(model, chat, [opening(chat, logs[l], m)], [draw_key(0, "report card", l, m)], 8)
+        engine = Engine(model, chat, [read_before(chat, logs[l], m)], [draw_key(0, "report card", l, m)], 8)
         assert chat.text(engine.reply()[0]) == reply

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from extras.shift_tables import exponent, random_slacks
-from shift_theory import (Dialogue, bound, compare, context_laws, derailment, expected_return, random_pair,
-                          recurrence, tv)
+from shift_theory import (TabularDialogue, bound, compare, context_laws, derailment, expected_return,
+                          random_pair, recurrence, tv)
 
 SCRIPT = Path(__file__).parent.parent / "shift_theory.py"
 
@@ -120,7 +120,7 @@ def test_laws_that_do_not_sum_to_one_and_bad_numbers_are_named():
     with pytest.raises(ValueError, match="user: .* got -1"):
         context_laws(dialogue, careful, clear - np.array([1.0, -1.0]) * 2, 3)
     with pytest.raises(ValueError, match="start: .* got a sum of 0"):
-        context_laws(Dialogue(np.zeros(2), dialogue.next_context, dialogue.reward), careful, clear, 3)
+        context_laws(TabularDialogue(np.zeros(2), dialogue.next_context, dialogue.reward), careful, clear, 3)
     with pytest.raises(ValueError, match=r"eps must lie in \[0, 1\], got 1.5"):
         derailment(1.5)
     with pytest.raises(ValueError, match=r"horizon must lie in \[1, inf\], got 0"):
