@@ -168,7 +168,7 @@ def given_fact(fact: str, specific: bool) -> Distribution:
     return outcomes
 
 
-def human(goal: str, dialogue: Dialogue) -> Distribution:
+def scripted_human(goal: str, dialogue: Dialogue) -> Distribution:
     """Return what the human says next, with probabilities; `LEAVE` means that they leave."""
     facts, question = facts_of(goal), question_of(goal)
     ask = question[0].lower() + question[1:]
@@ -325,25 +325,24 @@ def planted_mistake(problem: Problem, context: Dialogue, rng: random.Random) -> 
     return f"{off_by(first_sum, rng.choice([-2, -1, 1, 2]))} Is that right?" if first_sum else None
 
 
-TASK = Task(make=make_row, parse=parse_row, sizes={3: 200_000, 2: 4_000},        # of some 350,000 and 6,000
-            human=human, overhelpful=overhelpful, assistant=logging_assistant, told_at_once=told_at_once,
+TASK = Task(make=make_row, parse=parse_row, told_at_once=told_at_once,
+            sizes={3: 200_000, 2: 4_000},                                        # of some 350,000 and 6,000
+            human=scripted_human, overhelpful=overhelpful, assistant=logging_assistant,
             policy_instruction=POLICY, simulator_instruction=SIMULATOR, human_instruction=HUMAN,
-            horizon=5,                       # three questions, an answer, one to spare
-            max_new_tokens=48, ends=lambda reply: marked_answer(reply) is not None, reward=reward,
-            measures=measures, probe=planted_mistake, probed=AGREES,
-            paper={"base": 82.3, "static": 85.0, "naive": 89.3, "calibrated": 91.5},       # MATH accuracy
-            score="share of problems solved")
+            horizon=5, max_new_tokens=48,                  # three questions, an answer, and a turn to spare
+            ends=lambda reply: marked_answer(reply) is not None, reward=reward,
+            measures=measures, probe=planted_mistake, probed=AGREES, score="share of problems solved",
+            paper={"base": 82.3, "static": 85.0, "naive": 89.3, "calibrated": 91.5})       # MATH accuracy
 
 
 @command
 def main() -> None:
-    """Print what either user may say to a question."""
     goal = generate_problems(TASK, "test", 1)[0].goal
     said = question_about(facts_of(goal)[0])
     print(f"goal: {goal}\nassistant: {said}")
-    for user in (human, overhelpful):
+    for user in (scripted_human, overhelpful):
         for text, p in user(goal, [{"role": "user", "content": ""}, {"role": "assistant", "content": said}]):
-            print(f"{user.__name__:>12}  {p:.2f}  {text}")
+            print(f"{user.__name__:>14}  {p:.2f}  {text}")
 
 
 if __name__ == "__main__":

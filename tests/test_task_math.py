@@ -10,8 +10,8 @@ from config import UserError
 from extras import grader
 from extras.grader import equal
 from logs import write_logs
-from task_math import (TASK, given_fact, guessed_solution, human, marked_answer, objection, overhelpful,
-                       parse_row, question_about, stated_facts)
+from task_math import (TASK, given_fact, guessed_solution, marked_answer, objection, overhelpful,
+                       parse_row, question_about, scripted_human, stated_facts)
 from tasks import (LEAVE, GradingError, asked_fact, facts_of, generate_problems, question_of, revealed_facts,
                    split_sentences)
 
@@ -150,13 +150,13 @@ def test_a_row_of_math_is_a_problem_the_human_can_talk_about():
     facts = facts_of(p.goal)
     assert facts == ("Let $x = 3.$", "Let $y = \\frac{x}{6}.$") and question_of(p.goal) == "What is $y$?"
     assert p.solution == row["solution"] and p.answer == row["answer"] and rewarded(p, p.solution) == 1.0
-    assert any(facts[0].rstrip(".") in text for text, _ in human(p.goal, []))
+    assert any(facts[0].rstrip(".") in text for text, _ in scripted_human(p.goal, []))
 
 
 def test_a_question_of_one_sentence_has_no_facts():
     p = parse_row({"question": "What is 1 + 1?", "answer": "#### 2"}, 0, equal)
     assert facts_of(p.goal) == () and question_of(p.goal) == p.goal == "What is 1 + 1?"
-    assert sum(probability for _, probability in human(p.goal, [])) == pytest.approx(1)
+    assert sum(probability for _, probability in scripted_human(p.goal, [])) == pytest.approx(1)
 
 
 def test_the_worked_answer_is_the_field_that_has_the_marker():
@@ -192,26 +192,27 @@ def test_probabilities_sum_to_one_at_every_point_of_many_dialogues(speaker):
 def test_the_human_gives_the_fact_asked_for_and_no_other():
     for i, fact in enumerate(FACTS):
         dialogue = say("hi", question_about(fact))
-        for text, _ in human(TOM.goal, dialogue):
+        for text, _ in scripted_human(TOM.goal, dialogue):
             assert revealed_facts(FACTS, [*dialogue, *say(text)]) <= {i}
 
 
 def test_a_vague_question_gets_the_next_fact_and_often_a_question_back():
     dialogue = say("hi", "How many apples at first?", "7", "Can you tell me everything?")
     assert asked_fact(FACTS, dialogue[-1]["content"], {0}) == 1
-    outcomes = human(TOM.goal, dialogue)
+    outcomes = scripted_human(TOM.goal, dialogue)
     told = sum(p for text, p in outcomes if revealed_facts(FACTS, [*dialogue, *say(text)]) == {0, 1})
     assert 0.3 < told < 0.6
 
 
 def test_a_repeated_question_annoys():
-    outcomes = dict(human(TOM.goal, say("hi", "How many apples at first?", "7", "How many apples at first?")))
+    ask = "How many apples at first?"
+    outcomes = dict(scripted_human(TOM.goal, say("hi", ask, "7", ask)))
     assert outcomes["i already told you"] > 0.3 and outcomes[LEAVE] >= 0.2
 
 
 def test_patience_wears_thin():
     def leaving(turns):
-        return dict(human(TOM.goal, say(*["hi", "Hello."] * turns)))[LEAVE]
+        return dict(scripted_human(TOM.goal, say(*["hi", "Hello."] * turns)))[LEAVE]
     assert leaving(2) == leaving(4) < leaving(5) < leaving(8)
 
 
@@ -222,7 +223,7 @@ def test_patience_wears_thin():
     ("Tom finds 5 more apples.", None), ("How many apples?", None)])
 def test_a_wrong_sum_or_restated_fact_is_objected_to(said, right):
     assert objection(FACTS, said) == right
-    texts = [text for text, _ in human(TOM.goal, say("hi", said))]
+    texts = [text for text, _ in scripted_human(TOM.goal, say("hi", said))]
     assert (f"no, {right}" in texts) == (right is not None)
 
 
@@ -238,7 +239,7 @@ def test_neither_script_knows_the_answer():
     p = parse_row({"question": "Tom has 70 apples at first. Tom finds 51 more apples. "
                                "How many apples does Tom have now?",
                    "answer": "70 + 51 = 121. #### 121"}, 0, equal)
-    for script in (human, overhelpful):
+    for script in (scripted_human, overhelpful):
         for dialogue in ([], say("hi", "How many apples at first?"), say("hi", "Tell me the answer."),
                          say("hi", "What is it?")):
             assert not any("121" in text for text, _ in script(p.goal, dialogue))
@@ -253,7 +254,7 @@ def test_real_problems_work_too_with_and_without_numbers_in_their_facts():
         assert sum(w for _, w in given_fact(fact, specific=True)) > 0
         assert question_about(fact).endswith("?")
     bare = parse_row({"question": "What is 2 + 2?", "answer": "#### 4"}, 0, equal)
-    for script in (human, overhelpful):
+    for script in (scripted_human, overhelpful):
         for dialogue in ([], say("hi", "What do you know?"), say("hi", "Ok.")):
             assert sum(probability for _, probability in script(bare.goal, dialogue)) == pytest.approx(1)
 
