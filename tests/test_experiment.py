@@ -258,7 +258,7 @@ def step(model, chat, monkeypatch):
             last_failure = "no answer"
 
             def reply(self, rows, dialogues):
-                return [("", "failed") if row in failed else reply
+                return [("", "failed") if row in failed and dialogues[row] else reply
                         for row, reply in zip(rows, super().reply(rows, dialogues))]
 
         flags = ("--prompts 2 --group-size 2 --horizon 2 --max-new-tokens 4 --train-problems 9 "
@@ -276,6 +276,7 @@ def step(model, chat, monkeypatch):
 
 def test_a_failed_dialogue_has_no_action_in_the_update(step):
     row, trajectories, (_, _, tokens, action_mask, _, advantages) = step({1})
+    assert sum(trajectories[1].action_mask) > 0                         # the policy had spoken before
     assert not action_mask[1].any() and advantages[1] == 0 and action_mask[[0, 2, 3]].any(1).all()
     assert row["failed"] == 1 and row["tokens"] == int(action_mask.sum())
     assert row["turns"] == sum(t.turns for t in trajectories if t.ended != "failed") / 3
