@@ -57,5 +57,6 @@ def print_tokens(group: list[Trajectory], chat: Chat, path: str) -> None:
         return
     print(f"[{group[0].problem.goal}]  rewards of the group: {[t.reward for t in group]}")
     line = "{turn:>4} {speaker:>9} {token:>6}  {text:20} {action:>6} {logprob:>7} {advantage:>9}"
-    for row in [{name: name for name in token_rows(group, chat)[0]}, *token_rows(group, chat)]:
+    names = ("turn", "speaker", "token", "text", "action", "logprob", "advantage")
+    for row in [dict(zip(names, names)), *token_rows(group, chat)]:
         print(line.format(**row))
