@@ -137,9 +137,9 @@ class Parser(argparse.ArgumentParser):
                 continue
             kind = f.type if meta["minimum"] is None else number(f.type, meta["minimum"], meta["below"])
             shown = f.default if default is argparse.SUPPRESS else default
-            shown = "" if shown in ("", None) or "(default" in meta["help"] else f" (default: {shown})"
-            self.add_argument(flag, type=kind, default=default, choices=meta["choices"],
-                              help=meta["help"] + shown,
+            text = meta["help"] if shown == f.default else meta["help"].split(" (default")[0]
+            text += "" if shown in ("", None) or "(default" in text else f" (default: {shown})"
+            self.add_argument(flag, type=kind, default=default, choices=meta["choices"], help=text,
                               metavar=None if meta["choices"] else f.type.__name__.upper())
 
 
