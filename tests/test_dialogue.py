@@ -15,7 +15,7 @@ PROBLEM = generate_problems(TASK, "test", 1)[0]
 
 @pytest.fixture
 def group(chat):
-    """Four dialogues with the rewards 1, 0, 0, 1; in the first the length limit cut a reply after two tokens."""
+    """Rewards 1, 0, 0, 1; in the first dialogue the length limit cut a reply after two tokens."""
     cut, answer = chat.encode("How many apples?")[:2], [*chat.encode("#### 5"), chat.end]
     pieces = [(chat.open("hi there"), 0), (cut, 1), (chat.extend(cut[-1], "5 or <|end|>"), 0), (answer, 1)]
     tokens = [token for ids, _ in pieces for token in ids]
