@@ -23,7 +23,7 @@ from chat import tiny_chat
 from config import METHODS, complete, parse_config
 from extras.hf import load_model
 from extras.records import interval
-from logs import logged_contexts, make_data, warm_start_dialogues, write_logs
+from logs import logged_contexts, make_data, split_problems, warm_start_dialogues, write_logs
 from report_card import measure
 from rollout import Trajectory, rollout
 from sft import sft
@@ -58,6 +58,14 @@ def watched(calls, name, function, describe):
     return call
 
 
+def trainings(rollouts):
+    """The rollouts that train, each with its step: four methods take three."""
+    found = [call for call in rollouts if call.draw_keys[0][1] == "train"]
+    for i, call in enumerate(found):
+        call.step = 1 + i % 3
+    return found
+
+
 def watched_rollout(policy, chat, user, task, problems, draw_keys, **options):
     who = user.script if isinstance(user, ScriptedUser) else fingerprint(user.model)
     return dict(policy=fingerprint(policy), user=who, problems=problems, draw_keys=draw_keys, **options)
@@ -90,7 +98,7 @@ def run(tmp_path_factory):
         rows = list(csv.DictReader(file))
     return SimpleNamespace(out=out, config=config, data=make_data(TASK, config, [], []), rows=rows,
                            result=json.loads((out / "result.json").read_text()), **calls,
-                           training=[call for call in calls["rollout"] if call.draw_keys[0][1] == "train"],
+                           training=trainings(calls["rollout"]),
                            evaluation=[call for call in calls["rollout"] if call.draw_keys[0][1] != "train"])
 
 
@@ -199,7 +207,7 @@ def test_all_methods_start_from_the_base_policy_and_share_problems_and_draws(run
     for calls in zip(*steps):
         assert all(call.draw_keys == calls[0].draw_keys for call in calls)
         assert all(call.problems == calls[0].problems for call in calls)
-    assert len({tuple(map(str, calls[0].draw_keys)) for calls in zip(*steps)}) == 3       # no step repeats
+        assert {key[:3] for key in calls[0].draw_keys} == {(4, "train", calls[0].step)}      # no step repeats
 
 
 def test_a_step_rolls_out_g_dialogues_on_each_of_p_training_problems(run):
@@ -330,6 +338,14 @@ def test_a_file_of_problems_and_logs_is_split_without_overlap():
     assert not [log for log in data.held_out if log in data.logs]
 
 
+def test_a_goal_that_a_file_holds_twice_is_in_one_split():
+    problems = generate_problems(TASK, "train", 12)
+    twice = [replace(problem, id=i) for i, problem in enumerate(problems * 2)]
+    parts = split_problems(twice, seed=0)
+    goals = [problem.goal for part in parts for problem in part]
+    assert len(goals) == len(set(goals)) == 12 and [len(part) for part in parts] == [10, 1, 1]
+
+
 def test_the_final_score_is_on_all_test_problems_with_the_human_and_the_last_weights(run):
     finals = [call for call in run.evaluation if call.draw_keys[0][1] == "test"]
     test = [problem for call in finals for problem in call.problems]
@@ -396,6 +412,8 @@ def test_samples_are_dialogues_as_they_were_with_their_rewards(run):
         trajectory = spoken[json.dumps(sample["messages"])]
         assert (sample["reward"], sample["ended"]) == (trajectory.reward, trajectory.ended)
         assert sample["problem"] == trajectory.problem.goal
+    assert {sample["step"] for sample in samples if sample["method"] == "base"} == {0}     # it was not trained
+    assert {sample["step"] for sample in samples if sample["method"] == "human"} == {2, 3}
 
 
 def test_probes_are_held_out_dialogues_with_a_planted_mistake_and_the_humans_reply(run):

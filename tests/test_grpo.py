@@ -45,6 +45,13 @@ def test_the_clipped_surrogate_by_hand():
     assert stats["clipped"].item() == 2 and stats["ratio_max"].item() == pytest.approx(1.5)
 
 
+def test_the_largest_ratio_is_that_of_an_action():
+    """Two actions with the ratios 0.5 and 0.8, and a token of the user, whose ratio would be 1."""
+    logprobs = torch.tensor([[0.5, 0.8, 1.0]]).log()
+    _, stats = policy_loss(logprobs, torch.zeros(1, 3), torch.ones(1), torch.tensor([[True, True, False]]), 2)
+    assert stats["ratio_max"].item() == pytest.approx(0.8)
+
+
 def test_k3_by_hand_and_its_gradient_pulls_towards_the_reference():
     """d = log ref - log pi = log 2: k3 = 2 - log 2 - 1. With A = 0 only the penalty is left, and descent
     raises log pi.
