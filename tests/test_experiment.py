@@ -412,7 +412,7 @@ def test_samples_are_dialogues_as_they_were_with_their_rewards(run):
         trajectory = spoken[json.dumps(sample["messages"])]
         assert (sample["reward"], sample["ended"]) == (trajectory.reward, trajectory.ended)
         assert sample["problem"] == trajectory.problem.goal
-    assert {sample["step"] for sample in samples if sample["method"] == "base"} == {0}     # it was not trained
+    assert {sample["step"] for sample in samples if sample["method"] == "base"} == {0}         # never trained
     assert {sample["step"] for sample in samples if sample["method"] == "human"} == {2, 3}
 
 
